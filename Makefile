@@ -1,0 +1,31 @@
+# kvloom: `make demo` and `make test` are all that a newcomer needs.
+VENV := .venv
+BIN := $(VENV)/bin
+JSON ?=
+
+.PHONY: setup demo check test fast engine clean
+
+setup:            ## make .venv with the project, an engine and the developer's tools
+	@bash .ci/setup.sh
+
+demo: setup       ## the main job on a real prefill/decode pair: a table a case
+	@$(BIN)/kvloom demo $(if $(JSON),--json $(JSON))
+
+check: setup      ## the static part: format, lint, types, import contracts, dependencies
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/deptry .
+
+test: setup       ## every test, on the fake engines and on the real pair
+	@$(BIN)/pytest
+
+fast: setup       ## the tests that need no engine
+	@$(BIN)/pytest -m "not engine"
+
+engine: setup     ## the tests on the real pair
+	@$(BIN)/pytest -m engine
+
+clean:            ## remove what setup made
+	rm -rf $(VENV)

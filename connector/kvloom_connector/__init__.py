@@ -1,0 +1,1 @@
+"""The vLLM connector: verified, leased returns over NIXL."""

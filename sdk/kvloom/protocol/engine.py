@@ -1,0 +1,108 @@
+"""What the router and the connector tell each other inside engine requests.
+
+All of it sits under one key, ``kvloom``, of vLLM's ``kv_transfer_params``; the
+stock keys beside it (``do_remote_decode`` …) are vLLM's. Clients never see any
+of this, and the router never lets a client's own params through.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+ENGINE_KEY: Final = "kvloom"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRef:
+    """Where a lease is: all that a prefill engine needs to claim it."""
+
+    lease_id: str
+    address: str
+    """The decode engine's lease service, ``tcp://host:port``."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"lease_id": self.lease_id, "address": self.address}
+
+    @classmethod
+    def of_json(cls, value: object) -> "LeaseRef | None":
+        """The reference in decoded JSON, or ``None`` when it is malformed."""
+        match value:
+            case {"lease_id": str(lease_id), "address": str(address)}:
+                return cls(lease_id=lease_id, address=address)
+            case _:
+                return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillOutcome:
+    """What prefill did with one prompt, counted by its scheduler in tokens."""
+
+    local_tokens: int
+    returned_tokens: int
+    why: str | None = None
+    """A :class:`~kvloom.protocol.Reason` when a lease was offered but not
+    pulled."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "local_tokens": self.local_tokens,
+            "returned_tokens": self.returned_tokens,
+            "why": self.why,
+        }
+
+    @classmethod
+    def of_json(cls, value: object) -> "PrefillOutcome | None":
+        """The outcome in decoded JSON, or ``None`` when it is malformed."""
+        match value:
+            case {"local_tokens": int(local), "returned_tokens": int(returned)}:
+                why = value.get("why")
+                return cls(
+                    local_tokens=local,
+                    returned_tokens=returned,
+                    why=why if isinstance(why, str) else None,
+                )
+            case _:
+                return None
+
+
+def prefill_params(lease: LeaseRef | None) -> dict[str, Any]:
+    """``kv_transfer_params`` of a prefill leg; ``lease`` is what to pull."""
+    params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    if lease is not None:
+        params[ENGINE_KEY] = {"lease": lease.as_json()}
+    return params
+
+
+def decode_params(
+    prefilled: Mapping[str, Any] | None, *, turn_id: str | None
+) -> dict[str, Any] | None:
+    """``kv_transfer_params`` of a decode leg.
+
+    Args:
+        prefilled: what the prefill engine answered, or ``None`` where decode
+            computes the prompt itself.
+        turn_id: asks for a lease of that name when the turn ends; ``None``
+            asks for none.
+    """
+    params = {k: v for k, v in (prefilled or {}).items() if k != ENGINE_KEY}
+    if turn_id is not None:
+        params[ENGINE_KEY] = {"turn_id": turn_id}
+    return params or None
+
+
+def lease_of(params: Mapping[str, Any]) -> LeaseRef | None:
+    """The lease that a prefill leg is to pull."""
+    ours = params.get(ENGINE_KEY)
+    return LeaseRef.of_json(ours.get("lease")) if isinstance(ours, Mapping) else None
+
+
+def turn_of(params: Mapping[str, Any]) -> str | None:
+    """The name under which a decode leg's lease is to be granted."""
+    ours = params.get(ENGINE_KEY)
+    turn_id = ours.get("turn_id") if isinstance(ours, Mapping) else None
+    return turn_id if isinstance(turn_id, str) and turn_id else None
+
+
+def outcome_of(params: Mapping[str, Any]) -> PrefillOutcome | None:
+    """What the prefill engine reported beside its transfer params."""
+    return PrefillOutcome.of_json(params.get(ENGINE_KEY))

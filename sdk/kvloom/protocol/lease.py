@@ -1,0 +1,196 @@
+"""The lease service's messages: decode's promises, and who asks for them.
+
+One ZeroMQ ROUTER socket a decode engine, in its scheduler process. A peer is a
+DEALER: a prefill engine (claims) or the router (the feed). Frames:
+
+    request   op, tag, body      tag: opaque bytes, echoed
+    reply     op, tag, body      op: the reply's own, ``refused`` on a refusal
+    feed      b"event", b"", body
+
+A body is the MessagePack of the dataclass that ``MESSAGES`` names for the op.
+Both sides drop what they can't read.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+PROTOCOL_VERSION: Final = 1
+MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
+"""Enough for the digests of a million tokens in blocks of 16, twice over."""
+
+DIGEST_BYTES: Final = 16
+"""Of a block's digest (BLAKE2b, chained)."""
+
+
+class LeaseState(StrEnum):
+    """``granted → claimed → released | expired | evicted``."""
+
+    GRANTED = "granted"
+    CLAIMED = "claimed"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    EVICTED = "evicted"
+    DECLINED = "declined"
+    """No lease was given for a turn that asked for one; the event says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Opens a conversation with a lease service."""
+
+    version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Who answers: an engine, in one life of its process."""
+
+    version: int
+    engine_id: str
+    boot_id: str
+    """Changes with every start of the engine: leases of another boot are gone."""
+    block_size: int
+    """Tokens a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A prefill engine asks to read a lease."""
+
+    lease_id: str
+    claim_id: str
+    """Chosen by the claimer; names the claim in ``Release``."""
+    digests: bytes
+    """The new prompt's own block digests, in a row."""
+    timeout_s: float
+    """How long decode keeps the blocks if the claim is never released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claimed:
+    """A granted claim: where the blocks are, and proof of what they hold."""
+
+    lease_id: str
+    claim_id: str
+    num_tokens: int
+    """Tokens whose KV exists."""
+    block_size: int
+    blocks: list[list[int]]
+    """Block ids, one list a KV-cache group."""
+    digests: bytes
+    """The lease's block digests, in a row; full blocks only."""
+    edge_block: int
+    """Index of the first block that differs from the claim's digests, or of
+    the partial last block."""
+    edge_tokens: list[int]
+    """That block's token ids, so that the common prefix ends on a token."""
+    edge_extra: bytes
+    """Digest of what else shapes that block: LoRA, salt, multimodal content."""
+    engine_id: str
+    host: str
+    """Of NIXL's side channel."""
+    port: int
+    tp_size: int
+    dcp_size: int
+    pp_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Ends a claim (``claim_id``), or the lease itself (``None``)."""
+
+    lease_id: str
+    claim_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """A tool runs longer than expected: keep the lease ``ttl_s`` from now."""
+
+    lease_id: str
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The reply to ``Release`` and ``Renew``."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The reply to what can't be had."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """One live lease, as ``ListLeases`` shows it."""
+
+    lease_id: str
+    state: LeaseState
+    num_tokens: int
+    num_blocks: int
+    deadline_unix: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListLeases:
+    """Asks for every live lease."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subscribe:
+    """Asks for the feed from now on; repeated as a sign of life.
+
+    A subscriber that was not heard for :data:`SUBSCRIPTION_S` is forgotten.
+    """
+
+
+SUBSCRIPTION_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leases:
+    """The reply to ``ListLeases`` and ``Subscribe``: a consistent snapshot."""
+
+    engine_id: str
+    boot_id: str
+    seq: int
+    """The feed's last event that the snapshot includes."""
+    leases: list[LeaseRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEvent:
+    """One state change, in order; a gap in ``seq`` asks for ``Subscribe``."""
+
+    seq: int
+    lease_id: str
+    state: LeaseState
+    num_tokens: int
+    deadline_unix: float
+    reason: str = ""
+
+
+MESSAGES: Final[dict[bytes, type[Any]]] = {
+    b"hello": Hello,
+    b"welcome": Welcome,
+    b"claim": Claim,
+    b"claimed": Claimed,
+    b"release": Release,
+    b"renew": Renew,
+    b"done": Done,
+    b"refused": Refused,
+    b"list": ListLeases,
+    b"subscribe": Subscribe,
+    b"leases": Leases,
+    b"event": LeaseEvent,
+}
+"""The body of each op."""
+
+OPS: Final[dict[type[Any], bytes]] = {body: op for op, body in MESSAGES.items()}
+"""The op of each body."""
