@@ -54,13 +54,12 @@ class PrefillOutcome:
     def of_json(cls, value: object) -> "PrefillOutcome | None":
         """The outcome in decoded JSON, or ``None`` when it is malformed."""
         match value:
-            case {"local_tokens": int(local), "returned_tokens": int(returned)}:
-                why = value.get("why")
-                return cls(
-                    local_tokens=local,
-                    returned_tokens=returned,
-                    why=why if isinstance(why, str) else None,
-                )
+            case {
+                "local_tokens": int(local),
+                "returned_tokens": int(returned),
+                "why": None | str() as why,
+            }:
+                return cls(local_tokens=local, returned_tokens=returned, why=why)
             case _:
                 return None
 

@@ -1,0 +1,162 @@
+"""Prefill's side of the lease service: claims asked and answered off the loop.
+
+The scheduler thread asks and later looks for the answer; a thread of its own
+talks to the decode engines. A claim that is answered too late, or that nobody
+wants any more, is released at once.
+"""
+
+import queue
+import socket
+import threading
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvloom.protocol import (
+    MAX_MESSAGE_BYTES,
+    Claim,
+    Claimed,
+    LeaseRef,
+    Refused,
+    Release,
+)
+
+from .wire import decode, encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A claim under way."""
+
+    ref: LeaseRef
+    claim_id: str
+
+
+class ClaimDesk:
+    """Claims of one prefill engine on the leases of any decode engine.
+
+    Args:
+        lifetime_s: how long decode honours a claim that is never released.
+    """
+
+    def __init__(self, *, lifetime_s: float) -> None:
+        self.lifetime_s = lifetime_s
+        self._lock = threading.Lock()
+        # What each open ticket got so far; a ticket that is not here is not
+        # wanted any more.
+        self._answers: dict[str, Claimed | Refused | None] = {}
+        self._outbox: queue.SimpleQueue[tuple[str, Any, bytes]] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._wake_in, self._wake_out = socket.socketpair()
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        self._context = zmq.Context()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._thread = threading.Thread(
+            target=self._run, name="kvloom-claims", daemon=True
+        )
+        self._thread.start()
+
+    def ask(self, ref: LeaseRef, digests: bytes) -> Ticket:
+        """Send a claim; the answer comes through :meth:`answer`."""
+        ticket = Ticket(ref=ref, claim_id=uuid.uuid4().hex)
+        claim = Claim(
+            lease_id=ref.lease_id,
+            claim_id=ticket.claim_id,
+            digests=digests,
+            timeout_s=self.lifetime_s,
+        )
+        with self._lock:
+            self._answers[ticket.claim_id] = None
+        self._post(ref.address, claim, tag=ticket.claim_id.encode())
+        return ticket
+
+    def answer(self, ticket: Ticket) -> Claimed | Refused | None:
+        """What decode said, or ``None`` while it has not."""
+        with self._lock:
+            return self._answers.get(ticket.claim_id)
+
+    def close_ticket(self, ticket: Ticket) -> None:
+        """The claim is not needed any more, answered or not."""
+        with self._lock:
+            self._answers.pop(ticket.claim_id, None)
+        # Sent even where no answer came: decode may have granted it.
+        release = Release(lease_id=ticket.ref.lease_id, claim_id=ticket.claim_id)
+        self._post(ticket.ref.address, release, tag=b"")
+
+    def close(self) -> None:
+        """Stop; open claims lapse on decode by themselves."""
+        self._is_stopping = True
+        self._wake()
+        self._thread.join()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    def _post(self, address: str, message: Any, *, tag: bytes) -> None:
+        self._outbox.put((address, message, tag))
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_in.send(b"!")
+        except BlockingIOError:
+            # The pipe is full of wake-ups already.
+            return
+
+    def _run(self) -> None:
+        self._poller.register(self._wake_out, zmq.POLLIN)
+        while not self._is_stopping:
+            ready = dict(self._poller.poll())
+            if self._wake_out.fileno() in ready:
+                self._wake_out.recv(4096)
+                self._send_waiting()
+            for dealer in self._sockets.values():
+                if dealer in ready:
+                    self._take_answers(dealer)
+        self._context.destroy(linger=0)
+
+    def _send_waiting(self) -> None:
+        while True:
+            try:
+                address, message, tag = self._outbox.get_nowait()
+            except queue.Empty:
+                return
+            op, body = encode(message)
+            try:
+                self._dealer(address).send_multipart([op, tag, body], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # Nobody there to queue for (or no such address): a refusal.
+                self._take(tag, Refused(reason=str(error)))
+
+    def _dealer(self, address: str) -> zmq.Socket[bytes]:
+        dealer = self._sockets.get(address)
+        if dealer is None:
+            dealer = self._context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            dealer.setsockopt(zmq.SNDHWM, 1000)
+            dealer.connect(address)
+            self._sockets[address] = dealer
+            self._poller.register(dealer, zmq.POLLIN)
+        return dealer
+
+    def _take_answers(self, dealer: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frames = dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) == 3:
+                op, tag, body = frames
+                self._take(tag, decode(op, body))
+
+    def _take(self, tag: bytes, message: Any) -> None:
+        if not isinstance(message, Claimed | Refused):
+            return
+        claim_id = tag.decode(errors="replace")
+        with self._lock:
+            if claim_id in self._answers:
+                self._answers[claim_id] = message

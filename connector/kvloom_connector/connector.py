@@ -1,0 +1,59 @@
+"""What vLLM loads: ``NixlConnector``, with returns that are safe.
+
+The class keeps the stock class's name because vLLM has special cases for it.
+"""
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    NixlBaseConnector,
+    NixlPullConnector,
+)
+
+from .scheduler import LeasingScheduler
+from .settings import ConnectorSettings
+from .vllm_hooks import check_version
+from .worker import LeasedWorker
+
+logger = logging.getLogger("vllm.kvloom")
+
+__all__ = ["NixlConnector"]
+
+
+class NixlConnector(NixlPullConnector):
+    """One engine's half of kvloom: leases on decode, verified pulls on prefill.
+
+    Raises:
+        UnsupportedVersionError: this is not a vLLM that kvloom supports.
+        SettingsError: ``kv_connector_extra_config`` can't be used.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        check_version()
+        transfer = vllm_config.kv_transfer_config
+        settings = ConnectorSettings.of_extra_config(transfer.kv_connector_extra_config)
+        # A failed read is computed locally; "fail" would answer HTTP 500.
+        transfer.kv_load_failure_policy = "recompute"
+        # Stock code reads the flag itself, and its default is off.
+        transfer.kv_connector_extra_config["bidirectional_kv_xfer"] = (
+            settings.bidirectional_kv_xfer
+        )
+        # Past the stock pull connector's own constructor, which would start
+        # the stock halves.
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = LeasingScheduler(
+                vllm_config, self.engine_id, kv_cache_config, settings=settings
+            )
+        else:
+            self.connector_worker = LeasedWorker(
+                vllm_config, self.engine_id, kv_cache_config, settings=settings
+            )
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """vLLM hands over its cache manager once it exists."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        assert isinstance(self.connector_scheduler, LeasingScheduler)
+        self.connector_scheduler.bind_kv_cache_manager(kv_cache_manager)

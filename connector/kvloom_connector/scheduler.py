@@ -1,0 +1,325 @@
+"""The scheduler half: leases on decode, verified returns on prefill."""
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvloom.protocol import ENGINE_KEY, lease_of, turn_of
+
+from .book import LeaseBook
+from .claims import ClaimDesk
+from .digest import ladder
+from .lease import Lease
+from .returns import Prompt, Pull, ReturnDesk, StillAskingError
+from .service import EngineIdentity, LeaseService
+from .settings import ConnectorSettings
+from .vllm_hooks import (
+    BlockHold,
+    NixlPullConnectorScheduler,
+    extra_digests,
+    finish_reason,
+    num_valid_tokens,
+)
+
+LEASE_PORT_OFFSET = 1000
+READ_MARK = "kvloom-read"
+"""Begins the name under which prefill reports a read to decode's worker."""
+
+# What makes stock prefill read remote blocks; only a verified claim sets them.
+_REMOTE_KEYS = (
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_num_tokens",
+    "remote_blocks_expiry_time",
+)
+
+
+class LeasingScheduler(NixlPullConnectorScheduler):
+    """Stock pull scheduling for prefill → decode; our own way back.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        engine_id: this engine's id for NIXL.
+        kv_cache_config: vLLM's KV-cache layout.
+        settings: ours.
+        clock: unix time, seconds.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        engine_id: str,
+        kv_cache_config: Any,
+        *,
+        settings: ConnectorSettings,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._settings = settings
+        self._clock = clock
+        self._hold: BlockHold | None = None
+        self._service: LeaseService | None = None
+        self._claims = ClaimDesk(lifetime_s=settings.claim_lifetime_s)
+        self._returns = ReturnDesk(
+            self._claims,
+            block_size=self.block_size,
+            threshold=settings.kv_recompute_threshold,
+            claim_timeout_s=settings.claim_timeout_s,
+        )
+        self._num_local: dict[str, int] = {}
+
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Take over the block pool's references, and open the lease service."""
+        self._hold = BlockHold(manager, self._give_up_some)
+        config = self.vllm_config
+        parallel = config.parallel_config
+        if not (self._settings.bidirectional_kv_xfer and self._is_decode):
+            return
+        self._service = LeaseService(
+            LeaseBook(
+                max_blocks=int(
+                    self._settings.max_leased_fraction * self._hold.num_blocks
+                )
+            ),
+            EngineIdentity(
+                engine_id=self.engine_id,
+                host=self.side_channel_host,
+                port=self.side_channel_port,
+                tp_size=self.transfer_tp_size,
+                dcp_size=parallel.decode_context_parallel_size,
+                pp_size=parallel.pipeline_parallel_size,
+                block_size=self.block_size,
+            ),
+            host=self._settings.lease_host,
+            port=self._settings.lease_port
+            or self.side_channel_port + LEASE_PORT_OFFSET,
+        )
+
+    @property
+    def _is_decode(self) -> bool:
+        return bool(self.vllm_config.kv_transfer_config.is_kv_consumer)
+
+    # ── prefill: a turn arrives ──────────────────────────────────────────────
+
+    def on_new_request(self, request: Any) -> None:
+        """Drop what could make stock code read blocks that nobody verified."""
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode"):
+            for key in _REMOTE_KEYS:
+                params.pop(key, None)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded from elsewhere; ``None``: ask again."""
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode"):
+            found: tuple[int, bool] = super().get_num_new_matched_tokens(
+                request, num_computed_tokens
+            )
+            return found
+        self._num_local[request.request_id] = num_computed_tokens
+        try:
+            pull = self._plan_pull(request, params, num_computed_tokens)
+        except StillAskingError:
+            return None, False
+        if pull is None:
+            return 0, False
+        params.update(_read_params(pull, self.block_size))
+        return pull.num_tokens - num_computed_tokens, True
+
+    def _plan_pull(
+        self, request: Any, params: dict[str, Any], num_local: int
+    ) -> Pull | None:
+        now = self._clock()
+        request_id = request.request_id
+        if not self._returns.knows(request_id):
+            ref = lease_of(params)
+            if ref is None or not self._can_return(request):
+                return None
+            self._returns.begin(request_id, ref, self._prove(request), now=now)
+        return self._returns.look(request_id, num_local=num_local, now=now)
+
+    def _can_return(self, request: Any) -> bool:
+        """Whether this engine and this request take returned blocks at all."""
+        return (
+            self._settings.bidirectional_kv_xfer
+            and not self._is_hma_required
+            and not self._has_mamba
+            and not self.use_host_buffer
+            and bool(request.prompt_token_ids)
+            and request.num_preemptions == 0
+        )
+
+    def _prove(self, request: Any) -> Prompt:
+        tokens: Sequence[int] = request.prompt_token_ids
+        extras = extra_digests(
+            request, num_tokens=len(tokens), block_size=self.block_size
+        )
+        digests = ladder(tokens, block_size=self.block_size, extras=extras)
+        return Prompt(tokens=tokens, digests=digests, extras=extras)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """The scheduler took the request in."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode"):
+            # Called once more, with nothing to count, when a read is over.
+            num_local = self._num_local.pop(request.request_id, None)
+            if num_local is not None:
+                self._returns.admitted(
+                    request.request_id,
+                    num_local=num_local,
+                    num_pulled=num_external_tokens,
+                )
+        else:
+            # Stock code would have its worker report such a request as sent.
+            self._reqs_in_batch.discard(request.request_id)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Reads that ended, well or not, end their claims."""
+        super().update_connector_output(connector_output)
+        for request_id in connector_output.finished_recving or ():
+            self._returns.read_done(request_id)
+
+    # ── a turn ends ──────────────────────────────────────────────────────────
+
+    def request_finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hand over (prefill), or lease (decode) what the request leaves."""
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        if params.get("do_remote_decode"):
+            return self._finish_prefill(request, block_ids)
+        if params.get("do_remote_prefill"):
+            # Aborted before it was scheduled: stock code frees prefill's blocks.
+            super().request_finished(request, block_ids)
+        self._stop_heartbeat(request.request_id)
+        turn_id = turn_of(params)
+        if turn_id is not None and self._service is not None:
+            self._grant(request, block_ids, turn_id)
+        return False, None
+
+    def _finish_prefill(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        delay_free, handover = super().request_finished(request, block_ids)
+        self._num_local.pop(request.request_id, None)
+        outcome = self._returns.finish(request.request_id)
+        if handover is not None and outcome is not None:
+            handover[ENGINE_KEY] = outcome.as_json()
+        return bool(delay_free), handover
+
+    def _grant(
+        self, request: Any, block_ids: Sequence[Sequence[int]], turn_id: str
+    ) -> None:
+        assert self._service is not None
+        assert self._hold is not None
+        now = self._clock()
+        why = finish_reason(request) or self._why_no_lease(request, block_ids)
+        if why is not None:
+            with self._service.locked() as book:
+                book.decline(turn_id, reason=why, now=now)
+            return
+        lease = self._lease(request, block_ids, turn_id, now=now)
+        with self._service.locked() as book:
+            # Held before the book makes room, which may free shared blocks.
+            self._hold.keep(lease.block_ids())
+            if book.grant(lease, now=now) is not None:
+                self._hold.give_back(lease.block_ids())
+            self._give_back(book)
+
+    def _why_no_lease(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> str | None:
+        if self._is_hma_required or self._has_mamba or len(block_ids) != 1:
+            return "hybrid_model"
+        if request.prompt_embeds is not None:
+            return "prompt_embeds"
+        if num_valid_tokens(request) < self.block_size:
+            return "shorter_than_a_block"
+        return None
+
+    def _lease(
+        self,
+        request: Any,
+        block_ids: Sequence[Sequence[int]],
+        turn_id: str,
+        *,
+        now: float,
+    ) -> Lease:
+        size = self.block_size
+        num_tokens = min(num_valid_tokens(request), len(block_ids[0]) * size)
+        tokens = array("i", request.all_token_ids[:num_tokens])
+        extras = extra_digests(request, num_tokens=num_tokens, block_size=size)
+        num_blocks = -(-num_tokens // size)
+        return Lease(
+            lease_id=turn_id,
+            num_tokens=num_tokens,
+            blocks=(tuple(block_ids[0][:num_blocks]),),
+            tokens=tokens,
+            digests=ladder(tokens, block_size=size, extras=extras),
+            extras=extras,
+            deadline=now + self._settings.decoder_kv_blocks_ttl,
+        )
+
+    # ── leases end ───────────────────────────────────────────────────────────
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Each step: give back the blocks of leases that ended meanwhile."""
+        if self._service is not None:
+            with self._service.locked() as book:
+                self._give_back(book)
+        return super().build_connector_meta(scheduler_output)
+
+    def _give_up_some(self) -> bool:
+        """No free blocks: let go of leases; whether that freed any."""
+        if self._service is None:
+            return False
+        with self._service.locked() as book:
+            book.expire(now=self._clock())
+            return self._give_back(book) or (book.evict() and self._give_back(book))
+
+    def _give_back(self, book: LeaseBook) -> bool:
+        assert self._hold is not None
+        freed = book.take_freed()
+        for lease in freed:
+            self._hold.give_back(lease.block_ids())
+        return bool(freed)
+
+    def shutdown(self) -> None:
+        """Stop the threads; stock shutdown after."""
+        if self._service is not None:
+            self._service.close()
+        self._claims.close()
+        super().shutdown()
+
+
+def _read_params(pull: Pull, block_size: int) -> dict[str, Any]:
+    """What stock code needs to read exactly the verified blocks.
+
+    Cut to the verified length: stock code aligns the remote list's end with
+    the last local block.
+    """
+    claimed = pull.claimed
+    num_blocks = -(-pull.num_tokens // block_size)
+    return {
+        "remote_block_ids": [group[:num_blocks] for group in claimed.blocks],
+        "remote_engine_id": claimed.engine_id,
+        "remote_request_id": f"{READ_MARK}-{claimed.claim_id}",
+        "remote_host": claimed.host,
+        "remote_port": claimed.port,
+        "remote_num_tokens": pull.num_tokens,
+        "tp_size": claimed.tp_size,
+        "dcp_size": claimed.dcp_size,
+        "pp_size": claimed.pp_size,
+    }

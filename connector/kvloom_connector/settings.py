@@ -1,0 +1,98 @@
+"""The connector's settings, read once from ``kv_connector_extra_config``.
+
+Names are upstream's where upstream has the setting.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+# Read by vLLM's own NIXL classes, under the same names.
+UPSTREAM_KEYS: Final = frozenset(
+    {
+        "backends",
+        "backpressure",
+        "enable_telemetry",
+        "enforce_handshake_compat",
+        "engine_ttl",
+        "kv_lease_duration",
+        "num_threads",
+    }
+)
+
+
+class SettingsError(ValueError):
+    """``kv_connector_extra_config`` holds something that can't be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings:
+    """Everything that can be set on an engine."""
+
+    bidirectional_kv_xfer: bool = True
+    """Returns on; off is plain one-way transfer."""
+    decoder_kv_blocks_ttl: float = 480.0
+    """How long decode keeps a turn's blocks for the next turn, seconds."""
+    kv_recompute_threshold: int = 64
+    """Fewer tokens than this are computed, not pulled."""
+    lease_host: str = "127.0.0.1"
+    """Where decode's lease service listens."""
+    lease_port: int = 0
+    """0: the side channel's port + 1000."""
+    claim_timeout_s: float = 0.25
+    """How long prefill waits for an answer before it computes locally."""
+    claim_lifetime_s: float = 60.0
+    """How long decode honours a claim that nobody releases."""
+    max_leased_fraction: float = 0.5
+    """Of decode's blocks, what leases may hold at most."""
+    nixl_progress_delay_us: int | None = None
+    """Pause of NIXL's progress thread; ``None``: 1000 on CPU, where it would
+    take a core from the model, and NIXL's own elsewhere."""
+
+    @classmethod
+    def of_extra_config(cls, extra: Mapping[str, Any]) -> "ConnectorSettings":
+        """Parse what the operator wrote.
+
+        Raises:
+            SettingsError: an unknown key, a wrong type or a value out of range.
+        """
+        known = {f.name: f.default for f in fields(cls)}
+        unknown = sorted(set(extra) - set(known) - UPSTREAM_KEYS)
+        if unknown:
+            raise SettingsError(
+                f"unknown keys in kv_connector_extra_config: {', '.join(unknown)}; "
+                f"kvloom knows {', '.join(sorted(known))}"
+            )
+        settings = cls(
+            **{
+                name: _typed(name, value, known[name])
+                for name, value in extra.items()
+                if name in known
+            }
+        )
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        bounds = {
+            "decoder_kv_blocks_ttl": self.decoder_kv_blocks_ttl > 0,
+            "kv_recompute_threshold": self.kv_recompute_threshold >= 0,
+            "lease_port": 0 <= self.lease_port <= 65535,
+            "claim_timeout_s": 0 < self.claim_timeout_s <= 60,
+            "claim_lifetime_s": self.claim_lifetime_s > 0,
+            "max_leased_fraction": 0 <= self.max_leased_fraction <= 1,
+            "nixl_progress_delay_us": (self.nixl_progress_delay_us or 0) >= 0,
+        }
+        for name, is_ok in bounds.items():
+            if not is_ok:
+                raise SettingsError(f"{name}={getattr(self, name)!r} is out of range")
+
+
+def _typed(name: str, value: object, default: object) -> Any:
+    """``value`` in the type of ``default``; ints pass for floats."""
+    want = int if default is None else type(default)
+    if want is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is want or (default is None and value is None):
+        return value
+    raise SettingsError(f"{name} must be {want.__name__}, not {value!r}")

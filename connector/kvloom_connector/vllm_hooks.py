@@ -1,0 +1,151 @@
+"""What we know of vLLM's insides, in one place.
+
+Supported: vLLM 0.32. Everything here that is not part of vLLM's connector API
+is held against the installed vLLM by a test (``tests/unit/test_connector_hooks.py``).
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.request import Request, RequestStatus
+
+from kvloom.protocol import DIGEST_BYTES
+
+__all__ = [
+    "SUPPORTED",
+    "BlockHold",
+    "NixlPullConnectorScheduler",
+    "check_version",
+    "extra_digests",
+    "finish_reason",
+    "is_on_cpu",
+    "num_valid_tokens",
+]
+
+SUPPORTED: Final = (0, 32)
+"""vLLM's major and minor version that this connector was made and tested for."""
+
+# Where a request's KV is sound after it finished: it stopped by itself.
+_SOUND: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class UnsupportedVersionError(RuntimeError):
+    """The installed vLLM is not one that this connector knows."""
+
+
+def check_version(version: str = vllm_version) -> None:
+    """Refuse to start inside a vLLM whose insides may differ.
+
+    Raises:
+        UnsupportedVersionError: with what to install instead.
+    """
+    parts = version.split(".")
+    if tuple(parts[:2]) != tuple(str(part) for part in SUPPORTED):
+        want = ".".join(str(part) for part in SUPPORTED)
+        raise UnsupportedVersionError(
+            f"kvloom's connector supports vLLM {want}.x, and this is vLLM {version}: "
+            f"install vllm=={want}.* or use the stock NixlConnector"
+        )
+
+
+def is_on_cpu() -> bool:
+    """Whether the model runs on the CPU."""
+    return str(current_platform.device_type) == "cpu"
+
+
+def num_valid_tokens(request: Request) -> int:
+    """Leading tokens of a finished request whose KV exists and is final.
+
+    The last sampled token was never run; a step still in flight (async
+    scheduling) and rejected drafts (speculative decoding) are counted in
+    ``num_computed_tokens`` but hold nothing that may be read.
+    """
+    computed: int = request.num_computed_tokens - request.num_output_placeholders
+    written: int = request.num_tokens - 1
+    return max(0, min(computed, written))
+
+
+def finish_reason(request: Request) -> str | None:
+    """Why a finished request's KV is not sound, or ``None`` when it is."""
+    if request.status in _SOUND:
+        return None
+    return str(RequestStatus(request.status).name).lower()
+
+
+def extra_digests(
+    request: Request, *, num_tokens: int, block_size: int
+) -> tuple[bytes, ...]:
+    """What else shapes each block's KV: LoRA, salt, multimodal content, embeds.
+
+    Returns:
+        One entry a block, the partial last block included; empty where nothing
+        but token ids shapes any block.
+    """
+    if not (
+        request.lora_request
+        or request.cache_salt
+        or request.mm_features
+        or request.prompt_embeds is not None
+    ):
+        return ()
+    digests: list[bytes] = []
+    mm_index = 0
+    for start in range(0, num_tokens, block_size):
+        keys, mm_index = generate_block_hash_extra_keys(
+            request, start, start + block_size, mm_index
+        )
+        digests.append(b"" if keys is None else _digest(keys))
+    return tuple(digests)
+
+
+def _digest(keys: tuple[Any, ...]) -> bytes:
+    return hashlib.blake2b(repr(keys).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+class BlockHold:
+    """Holds finished turns' blocks by reference count, and gives them back.
+
+    Args:
+        manager: vLLM's ``KVCacheManager``.
+        give_up: called in the scheduler's thread where an allocation found no
+            free blocks; whether it freed some.
+    """
+
+    def __init__(self, manager: Any, give_up: Callable[[], bool]) -> None:
+        self._pool = manager.block_pool
+        self._allocate = manager.allocate_slots
+        self._give_up = give_up
+        # vLLM has no hook between "no free blocks" and "wait" or "preempt".
+        manager.allocate_slots = self._allocate_or_give_up
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return int(self._pool.num_gpu_blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody refers to."""
+        return int(self._pool.get_num_free_blocks())
+
+    def keep(self, block_ids: Iterable[int]) -> None:
+        """Add a reference to each block."""
+        self._pool.touch([self._pool.blocks[block] for block in block_ids])
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """Drop that reference; the blocks stay in the prefix cache, evictable."""
+        # Tail first, so that a prefix outlives what follows it.
+        self._pool.free_blocks(self._pool.blocks[block] for block in block_ids[::-1])
+
+    def _allocate_or_give_up(self, *args: Any, **kwargs: Any) -> Any:
+        while (blocks := self._allocate(*args, **kwargs)) is None:
+            if not self._give_up():
+                return None
+        return blocks

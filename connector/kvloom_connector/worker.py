@@ -1,0 +1,84 @@
+"""The worker half: stock reads and writes, two faults mended.
+
+NIXL's progress thread gets a pause where it would take a core from the model,
+and reads of leases are not reported as reads of unknown requests.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+    NixlPullConnectorWorker,
+)
+
+from .scheduler import READ_MARK
+from .settings import ConnectorSettings
+from .vllm_hooks import is_on_cpu
+
+CPU_PROGRESS_DELAY_US = 1000
+
+
+class LeasedWorker(NixlPullConnectorWorker):
+    """Stock pull worker of an engine that leases.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        engine_id: this engine's id for NIXL.
+        kv_cache_config: vLLM's KV-cache layout.
+        settings: ours.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        engine_id: str,
+        kv_cache_config: Any,
+        *,
+        settings: ConnectorSettings,
+    ) -> None:
+        delay_us = settings.nixl_progress_delay_us
+        if delay_us is None and is_on_cpu():
+            delay_us = CPU_PROGRESS_DELAY_US
+        with _progress_delay(delay_us):
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        agent = self.nixl_wrapper
+        take_notifs = agent.get_new_notifs
+        agent.get_new_notifs = lambda *a, **k: _without_reads(take_notifs(*a, **k))
+
+
+def _without_reads(notifs: dict[str, list[bytes]]) -> dict[str, list[bytes]]:
+    """Leases end by the lease service; a read's own notice says nothing new."""
+    mark = READ_MARK.encode()
+    return {
+        agent: [notif for notif in sent if not notif.startswith(mark)]
+        for agent, sent in notifs.items()
+    }
+
+
+@contextmanager
+def _progress_delay(delay_us: int | None) -> Iterator[None]:
+    """Agents made in here pause their progress thread between polls.
+
+    NIXL's Python API sets no pause and offers no setting for it, so the
+    binding's constructor is wrapped while the agent is made.
+    """
+    if delay_us is None:
+        yield
+        return
+    import importlib
+
+    from vllm.distributed.nixl_utils import NixlWrapper
+
+    bindings = importlib.import_module(NixlWrapper.__module__).nixlBind
+    make_agent = bindings.nixlAgent
+
+    def make_patient_agent(name: str, config: Any) -> Any:
+        config.pthrDelay = delay_us
+        return make_agent(name, config)
+
+    bindings.nixlAgent = make_patient_agent
+    try:
+        yield
+    finally:
+        bindings.nixlAgent = make_agent

@@ -1,0 +1,1 @@
+"""A local cluster on one command: engines, router, and a model that is at hand."""

@@ -1,0 +1,182 @@
+"""The vLLM command and environment of one engine; pure.
+
+One recipe for the local cluster and for a GPU host. What a user passes through
+stands last and so overrides ours.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Role(StrEnum):
+    """What an engine does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Device(StrEnum):
+    """What the model runs on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Connector(StrEnum):
+    """Which KV connector the engines load."""
+
+    KVLOOM = "kvloom"
+    STOCK = "stock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """What to serve."""
+
+    path: str
+    """A folder, or a hub id."""
+    served_name: str
+    chat_template: str | None = None
+    is_bundled: bool = False
+    """The small model that comes with the project."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSlot:
+    """Where one engine of a cluster runs."""
+
+    name: str
+    """``p0``, ``d1`` …"""
+    role: Role
+    http_port: int
+    side_port: int
+    """NIXL's side channel."""
+    lease_port: int
+    cores: tuple[int, ...] = ()
+    """CPU cores of the model's threads; empty: as vLLM likes."""
+    gpu: int | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def lease_address(self) -> str:
+        return f"tcp://127.0.0.1:{self.lease_port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What all engines of a cluster have in common."""
+
+    model: ModelChoice
+    device: Device
+    connector: Connector = Connector.KVLOOM
+    is_returning: bool = True
+    has_dev_endpoints: bool = False
+    """vLLM's own: among them the one that resets the prefix cache."""
+    engine_args: tuple[str, ...] = ()
+    """vLLM flags for every engine, as they are."""
+    prefill_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
+    extra_config: dict[str, Any] = field(default_factory=dict)
+    """For ``kv_connector_extra_config``, over ours."""
+
+
+# On loopback a token's KV moves in microseconds and is computed in a
+# millisecond: anything but the smallest return pays.
+CPU_RECOMPUTE_THRESHOLD = 16
+
+
+def engine_command(slot: EngineSlot, recipe: Recipe) -> list[str]:
+    """The command line that starts this engine."""
+    model = recipe.model
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        f"--model={model.path}",
+        f"--served-model-name={model.served_name}",
+        "--host=127.0.0.1",
+        f"--port={slot.http_port}",
+        "--enable-prompt-tokens-details",
+        f"--kv-transfer-config={json.dumps(_transfer_config(slot, recipe))}",
+    ]
+    if model.chat_template is not None:
+        command.append(f"--chat-template={model.chat_template}")
+    if model.is_bundled:
+        command += _BUNDLED_MODEL_ARGS
+    if recipe.device is Device.CPU:
+        command += _CPU_ARGS
+    own = recipe.prefill_args if slot.role is Role.PREFILL else recipe.decode_args
+    return [*command, *recipe.engine_args, *own]
+
+
+_BUNDLED_MODEL_ARGS = [
+    "--max-model-len=8192",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=hermes",
+    # A model this small keeps to a schema only when it is held to it.
+    "--tool-strict-level=parameter",
+]
+_CPU_ARGS = [
+    "--dtype=bfloat16",
+    "--enforce-eager",
+    "--max-num-seqs=16",
+    "--block-size=32",
+]
+
+
+def _transfer_config(slot: EngineSlot, recipe: Recipe) -> dict[str, Any]:
+    is_prefill = slot.role is Role.PREFILL
+    extra: dict[str, Any] = {"bidirectional_kv_xfer": recipe.is_returning}
+    config: dict[str, Any] = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer" if is_prefill else "kv_consumer",
+        "kv_buffer_device": recipe.device.value,
+        "kv_connector_extra_config": extra,
+    }
+    if recipe.connector is Connector.KVLOOM:
+        config["kv_connector_module_path"] = "kvloom_connector.connector"
+        extra["lease_port"] = slot.lease_port
+        if recipe.device is Device.CPU:
+            extra["kv_recompute_threshold"] = CPU_RECOMPUTE_THRESHOLD
+    extra.update(recipe.extra_config)
+    return config
+
+
+def engine_environment(slot: EngineSlot, recipe: Recipe) -> dict[str, str]:
+    """What to add to the environment of this engine."""
+    env = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(slot.side_port),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if recipe.model.is_bundled:
+        env["HF_HUB_OFFLINE"] = "1"
+    if recipe.has_dev_endpoints:
+        env["VLLM_SERVER_DEV_MODE"] = "1"
+    if recipe.device is Device.CPU:
+        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    if recipe.device is Device.CPU and slot.cores:
+        env["OMP_NUM_THREADS"] = str(len(slot.cores))
+        env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, slot.cores))
+    if slot.gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(slot.gpu)
+    return env
+
+
+def share_cores(cores: list[int], num_engines: int) -> list[tuple[int, ...]]:
+    """Which cores each engine's model gets: disjoint where there are enough.
+
+    With cores to spare one stays free for the router and the engines' HTTP
+    sides.
+    """
+    if len(cores) < num_engines:
+        return [(cores[i % len(cores)],) for i in range(num_engines)]
+    spare = 1 if len(cores) > num_engines else 0
+    each = (len(cores) - spare) // num_engines
+    return [tuple(cores[i * each : (i + 1) * each]) for i in range(num_engines)]

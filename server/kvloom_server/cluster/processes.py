@@ -1,0 +1,91 @@
+"""Engine processes: started on a leash, watched, and stopped for certain."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+STOP_GRACE_S = 20.0
+_LOG_TAIL_LINES = 30
+
+
+class EngineProcess:
+    """One engine's process group.
+
+    Args:
+        name: of the engine, for messages.
+        log: file that gets everything the engine prints.
+    """
+
+    def __init__(
+        self, name: str, log: Path, process: asyncio.subprocess.Process
+    ) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, name: str, command: Sequence[str], env: Mapping[str, str], log: Path
+    ) -> "EngineProcess":
+        """Start ``command`` in a group of its own, with ``env`` added."""
+        leash = [
+            sys.executable,
+            "-m",
+            "kvloom_server.cluster.leash",
+            str(os.getpid()),
+            *command,
+        ]
+        with log.open("ab") as out:
+            process = await asyncio.create_subprocess_exec(
+                *leash,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+        return cls(name, log, process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """``None`` while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Until it ends; its exit code."""
+        return await self._process.wait()
+
+    def terminate(self) -> None:
+        """Ask the whole group to end."""
+        self._signal(signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """End the group, by force after :data:`STOP_GRACE_S`."""
+        if self.exit_code is None:
+            self.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_GRACE_S)
+            except TimeoutError:
+                self._signal(signal.SIGKILL)
+                await self._process.wait()
+        # The engine's own children, had it left any.
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            # All gone already.
+            return
+
+    def log_tail(self) -> str:
+        """The last lines that the engine printed."""
+        text = self.log.read_text(errors="replace")
+        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
