@@ -8,12 +8,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ._conversation import conversation
+    from ._report import TurnReport
+    from ._store import HandleStore, MemoryStore
     from .protocol import conversation_id
 
-__all__ = ["conversation_id"]
+__all__ = [
+    "HandleStore",
+    "MemoryStore",
+    "TurnReport",
+    "conversation",
+    "conversation_id",
+]
 __version__ = "0.1.0"
 
-_HOMES = {"conversation_id": "kvloom.protocol"}
+_HOMES = {
+    "HandleStore": "kvloom._store",
+    "MemoryStore": "kvloom._store",
+    "TurnReport": "kvloom._report",
+    "conversation": "kvloom._conversation",
+    "conversation_id": "kvloom.protocol",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import aiohttp
 
@@ -24,6 +22,7 @@ from .ports import free_ports
 from .processes import EngineProcess
 
 HEALTH_POLL_S = 0.5
+_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class ClusterError(RuntimeError):
@@ -75,7 +74,7 @@ def plan_slots(
 
 
 class Cluster:
-    """The engines of one local cluster, for the time of a ``with`` block.
+    """The engines of one local cluster, from ``start`` to ``stop``.
 
     Args:
         slots: where each engine runs.
@@ -102,21 +101,17 @@ class Cluster:
         self.processes: list[EngineProcess] = []
         self._num_up = 0
 
-    async def __aenter__(self) -> Self:
+    async def start(self) -> None:
+        """Start every engine; none is left when one fails.
+
+        Raises:
+            ClusterError: an engine ended or did not serve in time.
+        """
         try:
             await self._start()
         except BaseException:
             await self.stop()
             raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.stop()
 
     async def _start(self) -> None:
         for slot in self.slots:
@@ -129,7 +124,7 @@ class Cluster:
                 )
             )
         waits = [
-            self._wait_until_up(slot, process)
+            asyncio.create_task(self._wait_until_up(slot, process))
             for slot, process in zip(self.slots, self.processes, strict=True)
         ]
         try:
@@ -140,17 +135,19 @@ class Cluster:
                 f"the engines did not serve within {self._start_timeout_s:.0f} s; "
                 f"their logs are in {self._log_dir}"
             ) from None
+        finally:
+            # One engine's failure must not leave the others' waits running.
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _wait_until_up(self, slot: EngineSlot, process: EngineProcess) -> None:
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(timeout=_HEALTH_TIMEOUT) as session:
             while not await _is_healthy(session, slot.url):
-                if process.exit_code is not None:
-                    raise ClusterError(
-                        f"engine {slot.name} ended with exit code "
-                        f"{process.exit_code}; the end of {process.log}:\n"
-                        f"{process.log_tail()}"
-                    )
+                _check_alive(slot, process)
                 await asyncio.sleep(HEALTH_POLL_S)
+        # What answered was another's server, had the engine found its port taken.
+        _check_alive(slot, process)
         self._num_up += 1
         self._on_up(
             EngineUp(
@@ -180,5 +177,13 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with session.get(f"{url}/health") as response:
             return response.status == 200
-    except aiohttp.ClientError:
+    except (aiohttp.ClientError, TimeoutError):
         return False
+
+
+def _check_alive(slot: EngineSlot, process: EngineProcess) -> None:
+    if process.exit_code is not None:
+        raise ClusterError(
+            f"engine {slot.name} ended with exit code {process.exit_code}; "
+            f"the end of {process.log}:\n{process.log_tail()}"
+        )

@@ -25,6 +25,7 @@ class EngineProcess:
         self.name = name
         self.log = log
         self._process = process
+        self._is_stopped = False
 
     @classmethod
     async def start(
@@ -66,17 +67,22 @@ class EngineProcess:
         """Ask the whole group to end."""
         self._signal(signal.SIGTERM)
 
-    async def stop(self) -> None:
-        """End the group, by force after :data:`STOP_GRACE_S`."""
-        if self.exit_code is None:
-            self.terminate()
-            try:
-                await asyncio.wait_for(self._process.wait(), STOP_GRACE_S)
-            except TimeoutError:
-                self._signal(signal.SIGKILL)
-                await self._process.wait()
-        # The engine's own children, had it left any.
-        self._signal(signal.SIGKILL)
+    async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """End the group, by force after ``grace_s`` or where this is cancelled."""
+        if self._is_stopped:
+            # Its number may be another group's by now.
+            return
+        try:
+            if self.exit_code is None:
+                self.terminate()
+                await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            pass
+        finally:
+            # The engine's own children too, had it left any.
+            self._is_stopped = True
+            self._signal(signal.SIGKILL)
+        await self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         try:

@@ -1,0 +1,81 @@
+"""The conversation that the running code speaks in.
+
+It follows the context, so that a client deep inside an agent needs no argument:
+it crosses ``await``, tasks and LangGraph's nodes, and never another request.
+A thread that is started by hand has a context of its own and sees none.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from .protocol import conversation_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One lane of one thread, by the names that its author gave them."""
+
+    thread: str
+    lane: str = ""
+    namespace: str | None = None
+    """``None`` leaves it to the client that sends the turn."""
+
+    def __post_init__(self) -> None:
+        if not self.thread:
+            raise ValueError(
+                "a conversation needs a name: pass the thread's id, or leave the "
+                "conversation out for requests that share no history"
+            )
+
+    def __repr__(self) -> str:  # raw thread ids are kept out of logs
+        return f"Conversation({self.id(default_namespace='')})"
+
+    def id(self, *, default_namespace: str) -> str:
+        """What is sent: a hash, never the names themselves."""
+        namespace = default_namespace if self.namespace is None else self.namespace
+        return conversation_id(namespace=namespace, thread=self.thread, lane=self.lane)
+
+
+Source = Callable[[], Conversation | None]
+"""Tells the conversation when a request is made; for LangGraph's nodes."""
+
+_AMBIENT: ContextVar[Conversation | Source | None] = ContextVar(
+    "kvloom_conversation", default=None
+)
+
+
+@contextmanager
+def conversation(
+    thread: str, *, lane: str = "", namespace: str | None = None
+) -> Iterator[Conversation]:
+    """Every kvloom client speaks in this conversation until the block ends.
+
+    Args:
+        thread: your own name of the thread; it is hashed, never sent.
+        lane: one chain of reasoning inside the thread.
+        namespace: whose thread it is; ``None`` is each client's own.
+
+    Raises:
+        ValueError: ``thread`` is empty.
+    """
+    named = Conversation(thread=thread, lane=lane, namespace=namespace)
+    with speaking_in(named):
+        yield named
+
+
+@contextmanager
+def speaking_in(ambient: Conversation | Source) -> Iterator[None]:
+    """Makes ``ambient`` the conversation of this context, or its source."""
+    token = _AMBIENT.set(ambient)
+    try:
+        yield
+    finally:
+        _AMBIENT.reset(token)
+
+
+def current() -> Conversation | None:
+    """The conversation of this context, if it has one."""
+    ambient = _AMBIENT.get()
+    return ambient() if callable(ambient) else ambient

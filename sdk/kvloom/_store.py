@@ -1,0 +1,127 @@
+"""Where handles wait for the next turn.
+
+A handle is given out once: whoever pops it has it alone. It is forgotten when
+its lease has surely ended, or when newer ones need its place. Losing a handle
+costs time and nothing else.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Final, NamedTuple, Protocol, runtime_checkable
+
+from ._history import History, Mark
+
+HANDLE_TTL_S: Final = 450.0
+"""Shorter than the 480 s that a decode engine keeps a lease by default."""
+
+
+class StoreKey(NamedTuple):
+    """Whose handles: one conversation with one model at one endpoint."""
+
+    endpoint: str
+    model: str
+    conversation_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredHandle:
+    """A handle, the history that it belongs to, and when it came."""
+
+    handle: str = field(repr=False)
+    history: Mark
+    received_at: float
+    """Seconds, of the clock that the store is used with."""
+
+
+@runtime_checkable
+class HandleStore(Protocol):
+    """Keeps handles between turns. Safe to use from several threads."""
+
+    def put(self, key: StoreKey, stored: StoredHandle) -> None:
+        """Keeps a handle; ``stored.received_at`` is now."""
+        ...
+
+    def pop(self, key: StoreKey, history: History, *, now: float) -> str | None:
+        """Takes out the handle that fits ``history`` best, for good.
+
+        The best is the one whose own history is the longest beginning of
+        ``history``, and the newest of equals. ``None`` when nothing fits.
+        """
+        ...
+
+
+class MemoryStore:
+    """The handles of this process, bounded in number and age.
+
+    Args:
+        max_conversations: the least recently used one goes when there are more.
+        max_handles: of one conversation (its forks and parallel branches); the
+            oldest goes when there are more.
+        ttl_s: age in seconds at which a handle is worth nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_conversations: int = 10_000,
+        max_handles: int = 16,
+        ttl_s: float = HANDLE_TTL_S,
+    ) -> None:
+        if max_conversations < 1 or max_handles < 1 or ttl_s <= 0:
+            raise ValueError("the bounds of a MemoryStore must be above zero")
+        self._max_conversations = max_conversations
+        self._max_handles = max_handles
+        self._ttl_s = ttl_s
+        self._handles: OrderedDict[StoreKey, list[StoredHandle]] = OrderedDict()
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            num_handles = sum(map(len, self._handles.values()))
+            return (
+                f"MemoryStore({len(self._handles)} conversations, "
+                f"{num_handles} handles)"
+            )
+
+    def put(self, key: StoreKey, stored: StoredHandle) -> None:
+        with self._lock:
+            alive = self._alive(key, stored.received_at)
+            self._keep(key, [*alive, stored][-self._max_handles :])
+            while len(self._handles) > self._max_conversations:
+                self._handles.popitem(last=False)
+
+    def pop(self, key: StoreKey, history: History, *, now: float) -> str | None:
+        with self._lock:
+            alive = self._alive(key, now)
+            best = _longest(alive, history.begins_with)
+            self._keep(key, [stored for stored in alive if stored is not best])
+            return best.handle if best is not None else None
+
+    def check_integrity(self) -> None:
+        """Asserts what holds between any two calls."""
+        with self._lock:
+            assert len(self._handles) <= self._max_conversations
+            for handles in self._handles.values():
+                assert 0 < len(handles) <= self._max_handles
+                assert len({id(stored) for stored in handles}) == len(handles)
+
+    def _alive(self, key: StoreKey, now: float) -> list[StoredHandle]:
+        handles = self._handles.get(key, [])
+        return [h for h in handles if now - h.received_at < self._ttl_s]
+
+    def _keep(self, key: StoreKey, handles: list[StoredHandle]) -> None:
+        if handles:
+            self._handles[key] = handles
+            self._handles.move_to_end(key)
+        else:
+            self._handles.pop(key, None)
+
+
+def _longest(
+    handles: list[StoredHandle], fits: Callable[[Mark], bool]
+) -> StoredHandle | None:
+    fitting = [stored for stored in handles if fits(stored.history)]
+    # The list is in order of arrival: of equals, the reversed one gives the newest.
+    return max(reversed(fitting), key=lambda s: s.history.length, default=None)

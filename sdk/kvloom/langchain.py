@@ -1,0 +1,263 @@
+"""A LangChain chat model whose turns start from the last turn's cache.
+
+    from kvloom.langchain import ChatKVLoom
+
+    model = ChatKVLoom(model="…", base_url="…", api_key="…")
+
+Inside a LangGraph graph it knows the thread by itself. It also keeps what the
+model wrote as the model wrote it, because a changed history is a lost cache.
+"""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import openai as openai_sdk
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import RunnableConfig, ensure_config
+from langchain_openai.chat_models.base import BaseChatOpenAI
+from pydantic import Field, SecretStr, model_validator
+
+from . import _messages
+from ._carry import Returns
+from ._conversation import current
+from ._report import REPORT_KEY
+from ._store import HandleStore, MemoryStore
+from ._thread import conversation_in
+from .openai import AsyncOpenAI, OpenAI
+from .protocol import CONVERSATION_HEADER
+
+__all__ = ["ChatKVLoom"]
+
+_TOKEN_IDS = "kvloom_token_ids"
+
+
+class ChatKVLoom(BaseChatOpenAI):
+    """Chat model for a kvloom router, or any server of OpenAI's protocol.
+
+    The conversation of a call is, in this order: an ``X-Session-ID`` header given
+    with the call, :func:`kvloom.conversation`, the thread and the place in the
+    graph that LangGraph's config names; else there is none.
+
+    In an answer's ``response_metadata`` are:
+
+    - ``kvloom``: the router's plan, its reason and token counts, and ``ttft_s``,
+      the seconds from sending to the first chunk (``None`` if not streamed);
+    - ``kvloom_token_ids``: ``{"prompt": […], "output": […]}``, when
+      ``extra_body`` asks for ``return_token_ids``.
+
+    ``extra_body`` of a call is merged into that of the model.
+    """
+
+    namespace: str = ""
+    """Whose threads these are (an application, a tenant)."""
+
+    returns: Returns | None = None
+    """The return mode of this model's turns, over the router's own."""
+
+    handles: HandleStore = Field(default_factory=MemoryStore, exclude=True)
+    """Where handles wait for the next turn."""
+
+    clock: Callable[[], float] = Field(default=time.monotonic, exclude=True)
+    """Seconds that never run backwards."""
+
+    stream_usage: bool | None = True
+    use_responses_api: bool | None = False
+
+    if TYPE_CHECKING:  # a plain string is taken too, and made a secret
+        openai_api_key: (
+            str | SecretStr | Callable[[], str] | Callable[[], Awaitable[str]] | None
+        ) = Field(alias="api_key", default=None)  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _carry_with_kvloom_clients(self) -> Self:
+        """Has the conversation carried by whatever the base class set up."""
+        if _is_stock(self.root_client, openai_sdk.OpenAI, OpenAI):
+            self.root_client = OpenAI(**self._client_options(self.root_client))
+            self.client = self.root_client.chat.completions
+        if _is_stock(self.root_async_client, openai_sdk.AsyncOpenAI, AsyncOpenAI):
+            options = self._client_options(self.root_async_client)
+            self.root_async_client = AsyncOpenAI(**options)
+            self.async_client = self.root_async_client.chat.completions
+        return self
+
+    @property
+    def _llm_type(self) -> str:
+        return "kvloom-chat"
+
+    def invoke(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AIMessage:
+        kwargs = self._named_by(config, kwargs)
+        return super().invoke(input, config, stop=stop, **kwargs)
+
+    async def ainvoke(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AIMessage:
+        kwargs = self._named_by(config, kwargs)
+        return await super().ainvoke(input, config, stop=stop, **kwargs)
+
+    def stream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AIMessageChunk]:
+        kwargs = self._named_by(config, kwargs)
+        return super().stream(input, config, stop=stop, **kwargs)
+
+    def astream(
+        self,
+        input: LanguageModelInput,
+        config: RunnableConfig | None = None,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessageChunk]:
+        kwargs = self._named_by(config, kwargs)
+        return super().astream(input, config, stop=stop, **kwargs)
+
+    def _client_options(self, stock: Any) -> dict[str, Any]:
+        """What makes one of our clients do as ``stock`` does."""
+        return {
+            "api_key": stock._api_key_provider or stock.api_key,
+            "organization": stock.organization,
+            "project": stock.project,
+            "base_url": stock.base_url,
+            "timeout": stock.timeout,
+            "max_retries": stock.max_retries,
+            "default_headers": self.default_headers,
+            "default_query": self.default_query,
+            "http_client": stock._client,
+            "kvloom_namespace": self.namespace,
+            "kvloom_returns": self.returns,
+            "kvloom_store": self.handles,
+            "kvloom_clock": self.clock,
+        }
+
+    def _named_by(
+        self, config: RunnableConfig | None, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Takes the thread from a config of the call's own.
+
+        What a graph sets is found when the request is made; here it would end up
+        in the key of LangChain's answer cache.
+        """
+        if not (config or {}).get("configurable"):
+            return kwargs
+        headers = self._conversation_headers(ensure_config(config))
+        given = {**headers, **(kwargs.get("extra_headers") or {})}
+        return {**kwargs, "extra_headers": given} if given else kwargs
+
+    def _conversation_headers(self, config: RunnableConfig) -> dict[str, str]:
+        named = None if current() else conversation_in(config)
+        if named is None:
+            return {}
+        return {CONVERSATION_HEADER: named.id(default_namespace=self.namespace)}
+
+    def _get_request_payload(
+        self,
+        input_: LanguageModelInput,
+        *,
+        stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        messages = self._convert_input(input_).to_messages()
+        payload = super()._get_request_payload(messages, stop=stop, **kwargs)
+        headers = self._conversation_headers(ensure_config())
+        headers = {**headers, **(payload.get("extra_headers") or {})}
+        body = _merged(self.extra_body or {}, kwargs.get("extra_body") or {})
+        payload |= {"extra_headers": headers} if headers else {}
+        payload |= {"extra_body": body} if body else {}
+        for message, outgoing in zip(
+            messages, payload.get("messages", ()), strict=False
+        ):
+            if isinstance(message, AIMessage):
+                _messages.replay(message, outgoing)
+        return payload
+
+    def _create_chat_result(
+        self,
+        response: dict[str, Any] | openai_sdk.BaseModel,
+        generation_info: dict[str, Any] | None = None,
+    ) -> ChatResult:
+        result = super()._create_chat_result(response, generation_info)
+        answer = response if isinstance(response, dict) else _dumped(response)
+        choices = answer["choices"]
+        for generation, choice in zip(result.generations, choices, strict=True):
+            if isinstance(generation.message, AIMessage):
+                _messages.keep(generation.message, choice["message"])
+                generation.message.response_metadata |= _metadata(answer, choice)
+        return result
+
+    def _convert_chunk_to_generation_chunk(
+        self,
+        chunk: dict[str, Any],
+        default_chunk_class: type,
+        base_generation_info: dict[str, Any] | None,
+    ) -> ChatGenerationChunk | None:
+        generation = super()._convert_chunk_to_generation_chunk(
+            chunk, default_chunk_class, base_generation_info
+        )
+        # With a response format, openai's stream helper wraps the chunk.
+        raw = chunk.get("chunk") or chunk
+        choice = next(iter(raw.get("choices") or ()), None)
+        if generation and choice and isinstance(generation.message, AIMessage):
+            _messages.keep(generation.message, choice["delta"])
+            generation.message.response_metadata |= _metadata(raw, choice)
+        return generation
+
+    def _get_generation_chunk_from_completion(
+        self, completion: openai_sdk.BaseModel
+    ) -> ChatGenerationChunk:
+        generation = super()._get_generation_chunk_from_completion(completion)
+        if isinstance(generation.message, AIMessage):
+            _messages.forget(generation.message)
+        return generation
+
+
+def _is_stock(client: object, stock: type, ours: type) -> bool:
+    return isinstance(client, stock) and not isinstance(client, ours)
+
+
+def _dumped(response: openai_sdk.BaseModel) -> dict[str, Any]:
+    # What was parsed into the caller's own types is not ours to dump.
+    parsed = {"choices": {"__all__": {"message": {"parsed"}}}}
+    return response.model_dump(exclude=parsed, warnings=False)
+
+
+def _metadata(
+    answer: Mapping[str, Any], choice: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The report, which stands on one chunk, and the token ids, which add up."""
+    prompt, output = answer.get("prompt_token_ids"), choice.get("token_ids")
+    ids = {"prompt": prompt, "output": output}
+    found = {name: list(some) for name, some in ids.items() if some}
+    metadata = {_TOKEN_IDS: found} if found else {}
+    report = answer.get(REPORT_KEY)
+    return {**metadata, REPORT_KEY: report} if report else metadata
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``over`` laid over it, objects inside included."""
+    return {**base, **{k: _merged_value(base.get(k), v) for k, v in over.items()}}
+
+
+def _merged_value(base: object, over: object) -> object:
+    if isinstance(base, Mapping) and isinstance(over, Mapping):
+        return _merged(base, over)
+    return over

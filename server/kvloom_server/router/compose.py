@@ -1,0 +1,215 @@
+"""The composition root: everything is made and wired here, and nowhere else."""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from kvloom.protocol import ReturnMode
+from kvloom_server.settings import RouterSettings
+
+from .app import RouterApp
+from .decode import DecodeLeg
+from .directory import Directory, Let
+from .engines import Engine, Engines
+from .feed import Feeds
+from .metrics import Metrics
+from .prefill import PrefillLeg
+from .seal import Sealer
+from .turn import Conductor
+from .upstream import AiohttpUpstream, Upstream
+
+log = logging.getLogger(__name__)
+
+
+def build_app(
+    settings: RouterSettings,
+    *,
+    upstream: Upstream | None = None,
+    registry: CollectorRegistry | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    wall_clock: Callable[[], float] = time.time,
+) -> RouterApp:
+    """The router as an ASGI application; nothing runs before its lifespan.
+
+    Args:
+        settings: what the operator set.
+        upstream: how engines are reached; by default an aiohttp client that
+            lives as long as the application. One that is given is not closed.
+        registry: takes the metrics; a new one by default.
+        clock: seconds that never go back, for durations.
+        wall_clock: Unix time, for the leases' deadlines.
+
+    Raises:
+        ValueError: the handle key is of no use.
+        OSError: its file can't be read.
+    """
+    own = _aiohttp(settings)
+    reach = own if upstream is None else upstream
+    parts = _parts(
+        settings,
+        upstream=reach,
+        metrics=Metrics(registry if registry is not None else CollectorRegistry()),
+        clock=clock,
+        wall_clock=wall_clock,
+    )
+    prefill = _prefill(parts)
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            if reach is own:
+                await stack.enter_async_context(own)
+            await stack.enter_async_context(parts.engines.watched())
+            await stack.enter_async_context(parts.feeds.running())
+            stack.push_async_callback(prefill.close)
+            yield
+
+    return RouterApp(
+        engines=parts.engines,
+        conductor=_conductor(parts, prefill),
+        metrics=parts.metrics,
+        running=running,
+        body_limit_bytes=settings.body_limit_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What several parts of the router share."""
+
+    settings: RouterSettings
+    upstream: Upstream
+    api_key: str | None
+    engines: Engines
+    directory: Directory
+    feeds: Feeds
+    sealer: Sealer
+    metrics: Metrics
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+
+
+def _parts(
+    settings: RouterSettings,
+    *,
+    upstream: Upstream,
+    metrics: Metrics,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> _Parts:
+    key = settings.upstream_api_key
+    api_key = key.get_secret_value() if key is not None else None
+    directory = Directory(
+        max_conversations=settings.max_conversations,
+        idle_s=settings.conversation_idle_s,
+    )
+    metrics.watch_conversations(lambda: len(directory))
+    engines = Engines(
+        prefill=settings.prefill,
+        decode=settings.decode,
+        upstream=upstream,
+        health_interval_s=settings.health_interval_s,
+        health_timeout_s=settings.health_timeout_s,
+        api_key=api_key,
+    )
+    return _Parts(
+        settings=settings,
+        upstream=upstream,
+        api_key=api_key,
+        engines=engines,
+        directory=directory,
+        feeds=_feeds(settings, engines, directory, metrics, wall_clock),
+        sealer=_sealer(settings),
+        metrics=metrics,
+        clock=clock,
+        wall_clock=wall_clock,
+    )
+
+
+def _prefill(parts: _Parts) -> PrefillLeg:
+    return PrefillLeg(
+        engines=parts.engines,
+        upstream=parts.upstream,
+        metrics=parts.metrics,
+        timeout_s=parts.settings.prefill_timeout_s,
+        api_key=parts.api_key,
+        clock=parts.clock,
+    )
+
+
+def _decode(parts: _Parts) -> DecodeLeg:
+    return DecodeLeg(
+        engines=parts.engines,
+        upstream=parts.upstream,
+        directory=parts.directory,
+        feeds=parts.feeds,
+        sealer=parts.sealer,
+        metrics=parts.metrics,
+        handle_wait_s=parts.settings.handle_wait_s,
+        api_key=parts.api_key,
+        clock=parts.clock,
+        wall_clock=parts.wall_clock,
+    )
+
+
+def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
+    return Conductor(
+        engines=parts.engines,
+        directory=parts.directory,
+        prefill=prefill,
+        decode=_decode(parts),
+        sealer=parts.sealer,
+        metrics=parts.metrics,
+        mode=ReturnMode.LAZY if parts.settings.returns else ReturnMode.OFF,
+        can_return=parts.settings.connector == "kvloom",
+        clock=parts.clock,
+        wall_clock=parts.wall_clock,
+    )
+
+
+def _aiohttp(settings: RouterSettings) -> AiohttpUpstream:
+    return AiohttpUpstream(
+        connect_timeout_s=settings.connect_timeout_s,
+        idle_timeout_s=settings.idle_timeout_s,
+    )
+
+
+def _feeds(
+    settings: RouterSettings,
+    engines: Engines,
+    directory: Directory,
+    metrics: Metrics,
+    wall_clock: Callable[[], float],
+) -> Feeds:
+    def released(let: Let) -> None:
+        metrics.handle("released")
+
+    has_leases = settings.connector == "kvloom"
+    feeds = Feeds(
+        [
+            (engine.name, engine.spec.lease_address)
+            for engine in engines.decode
+            if has_leases and engine.spec.lease_address is not None
+        ],
+        directory=directory,
+        clock=wall_clock,
+        on_release=released,
+    )
+
+    def changed(engine: Engine) -> None:
+        feeds.kick(engine.name)
+
+    engines.on_change.append(changed)
+    return feeds
+
+
+def _sealer(settings: RouterSettings) -> Sealer:
+    secret = settings.secret()
+    if secret is not None:
+        return Sealer([secret])
+    log.info("event=random_handle_key: handles will not outlive this process")
+    return Sealer.with_random_key()

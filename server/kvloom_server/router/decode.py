@@ -1,0 +1,237 @@
+"""The decode leg: one engine answers, and its bytes go to the client.
+
+Before the first byte a failed engine is replaced; after it the client gets an
+error event. The last event carries the handle of the turn's lease.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvloom.protocol import PLAN_HEADER, PlanReport
+
+from .directory import Directory, continues
+from .engines import Engine, Engines
+from .errors import engine_failed, engine_failed_midway
+from .exchange import Exchange
+from .feed import Feeds
+from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault, kept
+from .legs import decode_body
+from .metrics import Metrics
+from .plan import Lease, next_decode
+from .seal import Binding, Sealed, Sealer
+from .splice import TailSplicer, spliced
+from .upstream import (
+    BrokenError,
+    Upstream,
+    UpstreamError,
+    UpstreamResponse,
+    read_all,
+)
+
+log = logging.getLogger(__name__)
+
+Granted = asyncio.Future[Lease | None]
+
+
+class DecodeLeg:
+    """Does decode legs. One a router."""
+
+    def __init__(
+        self,
+        *,
+        engines: Engines,
+        upstream: Upstream,
+        directory: Directory,
+        feeds: Feeds,
+        sealer: Sealer,
+        metrics: Metrics,
+        handle_wait_s: float,
+        api_key: str | None,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._engines = engines
+        self._upstream = upstream
+        self._directory = directory
+        self._feeds = feeds
+        self._sealer = sealer
+        self._metrics = metrics
+        self._handle_wait_s = handle_wait_s
+        self._api_key = api_key
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    async def run(self, job: Job, client: Exchange) -> str:
+        """Have a decode engine answer the client; how that ended.
+
+        Raises:
+            UnavailableError: every engine that was tried broke off.
+            EngineAnswerError: the engine's own refusal.
+        """
+        params = job.transfer_params
+        name: str | None = job.plan.decode
+        refused: EngineAnswerError | None = None
+        while name is not None and len(job.tried) < MAX_ATTEMPTS:
+            engine = self._engines[name]
+            try:
+                return await self._at(engine, job, params, client)
+            except EngineAnswerError as error:
+                if not is_engines_fault(error.status):
+                    raise
+                refused, params = error, None
+            except UpstreamError as error:
+                self._failed(engine, job, error)
+                # Prefill frees its blocks once they were read, so that whoever
+                # may have read them can't be followed by another.
+                params = None if isinstance(error, BrokenError) else params
+            job.tried.append(name)
+            job.rename()
+            name = next_decode(job.turn, job.fleet, tried=job.tried)
+        raise refused or engine_failed()
+
+    async def _at(
+        self,
+        engine: Engine,
+        job: Job,
+        params: dict[str, Any] | None,
+        client: Exchange,
+    ) -> str:
+        turn_id = job.turn_id if job.asks_lease else None
+        body = decode_body(job.request.body, params, turn_id=turn_id)
+        request = job.leg(engine, body, api_key=self._api_key)
+        lease = job.plan.lease
+        if job.asks_lease and lease and continues(job.outcome, lease):
+            self._directory.supersede(job.turn_id, lease)
+        began = self._clock()
+        with engine.busy(), self._feeds.announcements.expected(job.turn_id) as granted:
+            response = await self._upstream.send(request)
+            try:
+                relay = _Relay(self, engine, job, client, granted, began)
+                return await relay.run(response)
+            finally:
+                await response.abort()
+
+    def answered(self, engine: Engine, job: Job, began: float) -> PlanReport:
+        """The first byte is there: remember who answers."""
+        now = self._clock()
+        job.engines_s += now - began
+        job.ttft_s = now - job.arrived
+        report = job.report(engine.name)
+        self._metrics.answered(report, decode_s=now - began, ttft_s=job.ttft_s)
+        self._metrics.overhead.observe(max(job.ttft_s - job.engines_s, 0.0))
+        if job.turn.tag is not None:
+            let = self._directory.began(
+                job.turn.tag,
+                prefill=job.prefill.name if job.prefill else None,
+                decode=engine.name,
+                now=self._wall_clock(),
+            )
+            self._feeds.let_go(let)
+        return report
+
+    async def handle_for(
+        self, engine: Engine, job: Job, granted: Granted
+    ) -> str | None:
+        """The sealed handle of the turn's lease, if it is announced in time."""
+        if not job.asks_lease or job.turn.tag is None:
+            return None
+        if not granted.done():
+            # A feed that is down would only cost time.
+            is_live = self._feeds.is_live(engine.name)
+            wait_s = self._handle_wait_s if is_live else 0.0
+            await asyncio.wait((granted,), timeout=wait_s)
+        lease = granted.result() if granted.done() else None
+        if lease is None:
+            self._metrics.handle("declined" if granted.done() else "late")
+            return None
+        self._metrics.handle("sealed")
+        return self._sealer.seal(
+            Sealed(
+                lease_id=lease.lease_id,
+                engine=engine.mark,
+                num_tokens=lease.num_tokens,
+                deadline_unix=lease.deadline_unix,
+            ),
+            Binding(conversation=job.turn.tag, model=job.request.model),
+        )
+
+    def broke(self, engine: Engine, job: Job, error: UpstreamError) -> None:
+        """An engine broke off in the middle of its answer."""
+        self._failed(engine, job, error)
+
+    def _failed(self, engine: Engine, job: Job, error: UpstreamError) -> None:
+        self._engines.failed(engine, error)
+        log.warning("engine=%s turn=%s event=decode_failed", engine.name, job.turn_id)
+
+
+class _Relay:
+    """One decode engine's answer on its way to the client."""
+
+    def __init__(
+        self,
+        leg: DecodeLeg,
+        engine: Engine,
+        job: Job,
+        client: Exchange,
+        granted: Granted,
+        began: float,
+    ) -> None:
+        self._leg = leg
+        self._engine = engine
+        self._job = job
+        self._client = client
+        self._granted = granted
+        self._began = began
+        self._splicer = TailSplicer()
+
+    async def run(self, response: UpstreamResponse) -> str:
+        if response.status == 200 and _is_stream(response):
+            return await self._stream(response)
+        body = await read_all(response)
+        if response.status != 200:
+            raise EngineAnswerError(response.status, response.headers, body)
+        headers = self._headers(response)
+        await self._client.reply(200, headers, spliced(body, await self._handle()))
+        return "ok"
+
+    async def _stream(self, response: UpstreamResponse) -> str:
+        chunks = response.body()
+        # Not before the first bytes: until then another engine may answer.
+        first = await anext(chunks, b"")
+        await self._client.start(200, self._headers(response))
+        try:
+            await self._pass_on(first)
+            async for chunk in chunks:
+                await self._pass_on(chunk)
+        except BrokenError as error:
+            if not self._splicer.is_finished:
+                return await self._break_off(error)
+        await self._client.end(self._splicer.finish(None))
+        return "ok"
+
+    async def _pass_on(self, chunk: bytes) -> None:
+        data = self._splicer.feed(chunk)
+        if self._splicer.is_done:
+            data += self._splicer.finish(await self._handle())
+        if data:
+            await self._client.chunk(data)
+
+    async def _break_off(self, error: BrokenError) -> str:
+        self._leg.broke(self._engine, self._job, error)
+        event = b"data: " + engine_failed_midway().body() + b"\n\n"
+        await self._client.end(self._splicer.abandon() + event)
+        return "broken"
+
+    def _headers(self, response: UpstreamResponse) -> list[tuple[str, str]]:
+        report = self._leg.answered(self._engine, self._job, self._began)
+        return [*kept(response.headers), (PLAN_HEADER.lower(), report.encode())]
+
+    async def _handle(self) -> str | None:
+        return await self._leg.handle_for(self._engine, self._job, self._granted)
+
+
+def _is_stream(response: UpstreamResponse) -> bool:
+    kinds = (v for n, v in response.headers if n == "content-type")
+    return next(kinds, "").startswith("text/event-stream")

@@ -1,0 +1,271 @@
+"""Which conversation's KV is where: the router's map, bounded and rebuildable.
+
+Pure: it takes ``now``, does no I/O and returns what is to be released. Its
+truth is what the engines' lease feeds say; nothing is lost with it that the
+engines' own lists would not bring back.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvloom.protocol import (
+    LeaseEvent,
+    LeaseRecord,
+    Leases,
+    LeaseState,
+    PrefillOutcome,
+    Reason,
+)
+
+from .identity import tag_of
+from .plan import Conversation, Lease
+
+MAX_LEASES: Final = 4
+"""Live leases a conversation: forks and branches; the newest are kept."""
+
+CONTINUED_SHARE: Final = 0.75
+"""A turn that reused this much of a lease continues it; less is a fork, whose
+other branch may still come back. Not 1: engines normalise tool-call arguments,
+which costs the last answer's tail."""
+
+_LIVE: Final = frozenset({LeaseState.GRANTED, LeaseState.CLAIMED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Let:
+    """A decision: tell this engine that its lease is no longer wanted."""
+
+    engine: str
+    lease_id: str
+
+
+def continues(outcome: PrefillOutcome | None, lease: Lease) -> bool:
+    """Whether the turn that prefill did so went on from all of ``lease``."""
+    if outcome is None or lease.num_tokens <= 0:
+        return False
+    reused = outcome.local_tokens + outcome.returned_tokens
+    return reused >= CONTINUED_SHARE * lease.num_tokens
+
+
+class Directory:
+    """Conversations, least recently used first, and the leases they hold."""
+
+    def __init__(self, *, max_conversations: int, idle_s: float) -> None:
+        self._max_conversations = max_conversations
+        self._idle_s = idle_s
+        self._conversations: OrderedDict[bytes, Conversation] = OrderedDict()
+        self._leases: dict[str, dict[str, Lease]] = {}
+        self._bound: Counter[str] = Counter()
+        """Conversations by the decode engine that they are bound to."""
+        self._boots: dict[str, str] = {}
+        self._whole: set[str] = set()
+        """Engines whose feed is whole: what it does not list is gone."""
+        self._expected: OrderedDict[str, Let] = OrderedDict()
+        """Turn id of a turn under way -> the lease that its own supersedes."""
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __repr__(self) -> str:
+        leases = {engine: len(held) for engine, held in self._leases.items()}
+        return f"Directory({len(self)} conversations, leases {leases})"
+
+    # --- questions
+
+    def find(self, tag: bytes) -> Conversation | None:
+        """What is known of a conversation; does not count as use."""
+        return self._conversations.get(tag)
+
+    def lease(self, engine: str, lease_id: str) -> Lease | None:
+        """A live lease by its name."""
+        return self._leases.get(engine, {}).get(lease_id)
+
+    def may_hold(self, engine: str, lease_id: str) -> bool:
+        """Whether nothing says that the engine no longer holds the lease."""
+        return engine not in self._whole or self.lease(engine, lease_id) is not None
+
+    def num_bound(self, engine: str) -> int:
+        """How many conversations are bound to this decode engine."""
+        return self._bound[engine]
+
+    # --- turns
+
+    def began(
+        self, tag: bytes, *, prefill: str | None, decode: str, now: float
+    ) -> list[Let]:
+        """A turn of this conversation is answered by these engines."""
+        known = self._conversations.get(tag)
+        if known is None:
+            known = Conversation(tag=tag, seen_unix=now)
+        prefill = prefill if prefill is not None else known.prefill
+        self._put(replace(known, prefill=prefill, decode=decode, seen_unix=now))
+        self._conversations.move_to_end(tag)
+        return self._shrink(now)
+
+    def supersede(self, turn_id: str, lease: Lease) -> None:
+        """Once ``turn_id`` has its own lease, ``lease`` is no longer wanted."""
+        self._expected[turn_id] = Let(engine=lease.engine, lease_id=lease.lease_id)
+        if len(self._expected) > self._max_conversations:
+            self._expected.popitem(last=False)
+
+    # --- the feed
+
+    def apply(self, engine: str, event: LeaseEvent, now: float) -> list[Let]:
+        """One state change on one engine, in the feed's order."""
+        if event.state not in _LIVE:
+            self._expected.pop(event.lease_id, None)
+            self._drop(engine, event.lease_id, Reason.LEASE_GONE)
+            return []
+        return self._hold(
+            Lease(
+                lease_id=event.lease_id,
+                engine=engine,
+                num_tokens=event.num_tokens,
+                deadline_unix=event.deadline_unix,
+            ),
+            now,
+        )
+
+    def replace(self, engine: str, snapshot: Leases, now: float) -> list[Let]:
+        """All of one engine's leases, as it lists them."""
+        restarted = self._boots.get(engine, snapshot.boot_id) != snapshot.boot_id
+        self._boots[engine] = snapshot.boot_id
+        self._whole.add(engine)
+        live = [record for record in snapshot.leases if record.state in _LIVE]
+        listed = {record.lease_id for record in live}
+        why = Reason.ENGINE_GONE if restarted else Reason.LEASE_GONE
+        for lease_id in self._leases.get(engine, {}).keys() - listed:
+            self._drop(engine, lease_id, why)
+        return self._hold_all(engine, live, now)
+
+    def feed_lost(self, engine: str) -> None:
+        """The engine's feed broke: its leases may live, or not, unseen."""
+        self._whole.discard(engine)
+
+    def _hold_all(
+        self, engine: str, records: Iterable[LeaseRecord], now: float
+    ) -> list[Let]:
+        let: list[Let] = []
+        # Leases live equally long: the one that ends last is the newest.
+        for record in sorted(records, key=lambda r: r.deadline_unix):
+            lease = Lease(
+                lease_id=record.lease_id,
+                engine=engine,
+                num_tokens=record.num_tokens,
+                deadline_unix=record.deadline_unix,
+            )
+            let += self._hold(lease, now)
+        return let
+
+    def _hold(self, lease: Lease, now: float) -> list[Let]:
+        tag = tag_of(lease.lease_id)
+        if tag is None:
+            return []  # somebody else's lease
+        known = self._conversations.get(tag)
+        if known is None:
+            # Learned from the engine: after our own restart, or from a turn
+            # that another router served.
+            known = Conversation(tag=tag, seen_unix=now, decode=lease.engine)
+        is_new = self.lease(lease.engine, lease.lease_id) is None
+        self._leases.setdefault(lease.engine, {})[lease.lease_id] = lease
+        self._put(replace(known, leases=_placed(known.leases, lease), lost=None))
+        if not is_new:
+            return []
+        self._conversations.move_to_end(tag)
+        return [*self._superseded(lease), *self._trim(tag), *self._shrink(now)]
+
+    def _superseded(self, lease: Lease) -> list[Let]:
+        let = self._expected.pop(lease.lease_id, None)
+        if let is None or self.lease(let.engine, let.lease_id) is None:
+            return []
+        self._drop(let.engine, let.lease_id, Reason.LEASE_GONE)
+        return [let]
+
+    def _trim(self, tag: bytes) -> list[Let]:
+        known = self._conversations[tag]
+        let = [_let(lease) for lease in known.leases[MAX_LEASES:]]
+        for each in let:
+            self._drop(each.engine, each.lease_id, Reason.LEASE_GONE)
+        return let
+
+    def _drop(self, engine: str, lease_id: str, why: Reason) -> None:
+        lease = self._leases.get(engine, {}).pop(lease_id, None)
+        tag = tag_of(lease_id)
+        if lease is None or tag is None:
+            return
+        known = self._conversations[tag]
+        left = tuple(held for held in known.leases if held != lease)
+        lost = None if left else why
+        self._put(replace(known, leases=left, lost=lost))
+
+    # --- bounds
+
+    def _put(self, conversation: Conversation) -> None:
+        """Store in place; a new one goes to the end."""
+        self._unbind(self._conversations.get(conversation.tag))
+        if conversation.decode is not None:
+            self._bound[conversation.decode] += 1
+        self._conversations[conversation.tag] = conversation
+
+    def _unbind(self, conversation: Conversation | None) -> None:
+        if conversation is not None and conversation.decode is not None:
+            self._bound[conversation.decode] -= 1
+
+    def _shrink(self, now: float) -> list[Let]:
+        """Forget the least recently used beyond the bound, and the idle."""
+        let: list[Let] = []
+        while self._conversations:
+            oldest = next(iter(self._conversations.values()))
+            is_over = len(self._conversations) > self._max_conversations
+            if not is_over and not self._is_idle(oldest, now):
+                break
+            let += self._forget(oldest)
+        return let
+
+    def _is_idle(self, conversation: Conversation, now: float) -> bool:
+        if any(lease.deadline_unix > now for lease in conversation.leases):
+            return False
+        return conversation.seen_unix + self._idle_s <= now
+
+    def _forget(self, conversation: Conversation) -> list[Let]:
+        let = [_let(lease) for lease in conversation.leases]
+        for each in let:
+            self._drop(each.engine, each.lease_id, Reason.LEASE_GONE)
+        self._unbind(self._conversations.pop(conversation.tag))
+        return let
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` when the two views of the leases differ."""
+        by_conversation = {
+            (lease.engine, lease.lease_id): lease
+            for conversation in self._conversations.values()
+            for lease in conversation.leases
+        }
+        by_engine = {
+            (engine, lease_id): lease
+            for engine, held in self._leases.items()
+            for lease_id, lease in held.items()
+        }
+        assert by_conversation == by_engine, "a lease is in one index only"
+        assert len(self) <= self._max_conversations, "too many conversations"
+        bound = Counter(c.decode for c in self._conversations.values() if c.decode)
+        assert bound == +self._bound, "bindings are miscounted"
+        for tag, conversation in self._conversations.items():
+            assert conversation.tag == tag
+            assert len(conversation.leases) <= MAX_LEASES, "too many leases"
+            assert not (conversation.leases and conversation.lost)
+            for lease in conversation.leases:
+                assert tag_of(lease.lease_id) == tag, "a foreign lease"
+
+
+def _placed(leases: tuple[Lease, ...], lease: Lease) -> tuple[Lease, ...]:
+    """``leases`` with ``lease`` renewed in its place, or new at the front."""
+    if any(_let(held) == _let(lease) for held in leases):
+        return tuple(lease if _let(h) == _let(lease) else h for h in leases)
+    return (lease, *leases)
+
+
+def _let(lease: Lease) -> Let:
+    return Let(engine=lease.engine, lease_id=lease.lease_id)

@@ -1,0 +1,284 @@
+"""The lease feed: every decode engine tells the router what it holds.
+
+One task an engine. It subscribes, keeps the directory true to what it hears,
+sees gaps, and reconnects for ever; while it can't, turns go on without it.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Final
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvloom.protocol import (
+    MAX_MESSAGE_BYTES,
+    MESSAGES,
+    OPS,
+    PROTOCOL_VERSION,
+    SUBSCRIPTION_S,
+    Hello,
+    LeaseEvent,
+    Leases,
+    LeaseState,
+    Release,
+    Subscribe,
+    Welcome,
+)
+
+from .directory import Directory, Let
+from .plan import Lease
+
+log = logging.getLogger(__name__)
+
+REPLY_S: Final = 2.0
+"""A lease service that is silent for so long is connected to anew."""
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 5.0
+
+
+class FeedBrokenError(Exception):
+    """The lease service is silent, or speaks another version."""
+
+
+class Announcements:
+    """Who waits for which turn's lease."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[Lease | None]] = {}
+
+    @contextmanager
+    def expected(self, turn_id: str) -> Iterator["asyncio.Future[Lease | None]"]:
+        """The lease of a turn, or ``None`` if it is declined; not waited for
+        after the block."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[turn_id] = future
+        try:
+            yield future
+        finally:
+            del self._waiting[turn_id]
+
+    def announce(self, turn_id: str, lease: Lease | None) -> None:
+        future = self._waiting.get(turn_id)
+        if future is not None and not future.done():
+            future.set_result(lease)
+
+
+class LeaseFeed:
+    """What one decode engine holds, kept up to date in the directory."""
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        address: str,
+        directory: Directory,
+        announcements: Announcements,
+        let_go: Callable[[Iterable[Let]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.engine = engine
+        self.is_live = False
+        """Whether what it says is complete right now."""
+        self._address = address
+        self._directory = directory
+        self._announcements = announcements
+        self._let_go = let_go
+        self._clock = clock
+        self._seq = -1
+        self._socket: zmq.asyncio.Socket | None = None
+        self._kicked = asyncio.Event()
+
+    async def run(self, context: zmq.asyncio.Context) -> None:
+        """Follow the engine until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            try:
+                socket.connect(self._address)
+                await self._open(socket)
+                pause_s = FIRST_PAUSE_S
+                await self._follow(socket)
+            except FeedBrokenError as error:
+                log.info("engine=%s event=feed_lost why=%s", self.engine, error)
+            finally:
+                self._socket = None
+                self.is_live = False
+                self._directory.feed_lost(self.engine)
+                socket.close()
+            await self._pause(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def kick(self) -> None:
+        """The engine has come up or gone down: look at once."""
+        self._kicked.set()
+        if self._socket is not None:
+            _send(self._socket, Subscribe())
+
+    def release(self, lease_id: str) -> None:
+        """Tell the engine that a lease is no longer wanted; it may be lost."""
+        if self._socket is not None:
+            _send(self._socket, Release(lease_id=lease_id))
+
+    async def _pause(self, pause_s: float) -> None:
+        self._kicked.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._kicked.wait()
+
+    async def _open(self, socket: zmq.asyncio.Socket) -> None:
+        _send(socket, Hello())
+        welcome = await _receive(socket, REPLY_S)
+        if not isinstance(welcome, Welcome):
+            raise FeedBrokenError("no welcome")
+        if welcome.version != PROTOCOL_VERSION:
+            raise FeedBrokenError(
+                f"it speaks version {welcome.version}, this router "
+                f"{PROTOCOL_VERSION}: install the same kvloom on both"
+            )
+        self._socket = socket
+
+    async def _follow(self, socket: zmq.asyncio.Socket) -> None:
+        renew_at = 0.0
+        """When to ask again; 0 asks now."""
+        answer_by = math.inf
+        while True:
+            now = time.monotonic()
+            if now >= answer_by:
+                raise FeedBrokenError("it does not answer")
+            if now >= renew_at:
+                _send(socket, Subscribe())
+                renew_at = now + SUBSCRIPTION_S / 3
+                answer_by = min(answer_by, now + REPLY_S)
+            message = await _receive(socket, min(renew_at, answer_by) - now)
+            if isinstance(message, Leases):
+                answer_by = math.inf
+                self._take_snapshot(message)
+            elif isinstance(message, LeaseEvent):
+                is_whole = self._take_event(message)
+                if not is_whole and answer_by == math.inf:
+                    renew_at = 0.0
+
+    def _take_snapshot(self, snapshot: Leases) -> None:
+        self._seq = snapshot.seq
+        let = self._directory.replace(self.engine, snapshot, self._clock())
+        if not self.is_live:
+            log.info(
+                "engine=%s event=feed_live leases=%d",
+                self.engine,
+                len(snapshot.leases),
+            )
+        self.is_live = True
+        for record in snapshot.leases:
+            self._announce(record.lease_id)
+        self._let_go(let)
+
+    def _take_event(self, event: LeaseEvent) -> bool:
+        """Apply an event; ``False`` when one before it is missing."""
+        if event.seq <= self._seq:
+            return True  # the snapshot has it
+        if event.seq != self._seq + 1:
+            self.is_live = False
+            return False
+        self._seq = event.seq
+        let = self._directory.apply(self.engine, event, self._clock())
+        if event.state is LeaseState.DECLINED:
+            self._announcements.announce(event.lease_id, None)
+        else:
+            self._announce(event.lease_id)
+        self._let_go(let)
+        return True
+
+    def _announce(self, lease_id: str) -> None:
+        lease = self._directory.lease(self.engine, lease_id)
+        if lease is not None:
+            self._announcements.announce(lease_id, lease)
+
+
+class Feeds:
+    """The feeds of all decode engines, and the way back to them."""
+
+    def __init__(
+        self,
+        addresses: Iterable[tuple[str, str]],
+        *,
+        directory: Directory,
+        clock: Callable[[], float],
+        on_release: Callable[[Let], None],
+    ) -> None:
+        """``addresses``: decode engines' names and lease services."""
+        self.announcements = Announcements()
+        self._on_release = on_release
+        self._feeds = {
+            engine: LeaseFeed(
+                engine=engine,
+                address=address,
+                directory=directory,
+                announcements=self.announcements,
+                let_go=self.let_go,
+                clock=clock,
+            )
+            for engine, address in addresses
+        }
+
+    def is_live(self, engine: str) -> bool:
+        """Whether the engine's leases are announced at once."""
+        feed = self._feeds.get(engine)
+        return feed is not None and feed.is_live
+
+    def kick(self, engine: str) -> None:
+        if engine in self._feeds:
+            self._feeds[engine].kick()
+
+    def let_go(self, leases: Iterable[Let]) -> None:
+        """Release leases on their engines."""
+        for let in leases:
+            self._on_release(let)
+            if let.engine in self._feeds:
+                self._feeds[let.engine].release(let.lease_id)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Follow all engines in the background."""
+        context = zmq.asyncio.Context()
+        tasks = [
+            asyncio.create_task(feed.run(context), name=f"kvloom-feed-{name}")
+            for name, feed in self._feeds.items()
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            context.term()
+
+
+def _send(socket: zmq.asyncio.Socket, message: object) -> None:
+    frames = [OPS[type(message)], b"", msgspec.msgpack.encode(message)]
+    sent = asyncio.ensure_future(socket.send_multipart(frames, zmq.NOBLOCK))
+    # What does not fit into the queue is as good as lost: the engine is not
+    # listening. With NOBLOCK the outcome is there at once.
+    if sent.done() and not sent.cancelled():
+        sent.exception()
+
+
+async def _receive(socket: zmq.asyncio.Socket, timeout_s: float) -> Any:
+    """The next message, or ``None`` when none came or it can't be read."""
+    if not await socket.poll(math.ceil(max(timeout_s, 0.0) * 1000)):
+        return None
+    frames = await socket.recv_multipart(copy=True)
+    body = MESSAGES.get(frames[0])
+    if len(frames) != 3 or body is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(frames[2], type=body)
+    except msgspec.DecodeError:
+        return None

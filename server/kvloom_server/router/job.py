@@ -1,0 +1,179 @@
+"""A turn under way: what was asked, what was planned, what came of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from kvloom.protocol import (
+    PlanKind,
+    PlanReport,
+    PrefillOutcome,
+    Reason,
+    outcome_of,
+)
+
+from .engines import Engine
+from .identity import new_turn_id
+from .legs import leg_headers
+from .plan import Fleet, Plan, Turn
+from .request import TurnRequest
+from .upstream import UpstreamRequest
+
+MAX_ATTEMPTS: Final = 3
+"""Engines that one leg of a turn tries."""
+
+_BUSY: Final = frozenset({408, 429})
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "transfer-encoding",
+        "upgrade",
+        "trailer",
+        "content-length",
+        "date",
+        "server",
+    }
+)
+"""Headers that belong to one connection, or that the server sets itself."""
+
+
+class EngineAnswerError(Exception):
+    """An engine's own refusal, which the client gets as it is."""
+
+    def __init__(self, status: int, headers: tuple[tuple[str, str], ...], body: bytes):
+        super().__init__(f"the engine answered {status}")
+        self.status = status
+        self.headers = kept(headers)
+        self.body = body
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class Prefilled(msgspec.Struct):
+    """Of a prefill engine's answer, what matters."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+    usage: _Usage | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One turn under way."""
+
+    request: TurnRequest
+    client_headers: Mapping[str, str]
+    turn: Turn
+    fleet: Fleet
+    plan: Plan
+    arrived: float
+    """On the monotonic clock."""
+    turn_id: str
+    asks_lease: bool
+    prefill: Engine | None = None
+    """Who did the prefill leg, once it is done."""
+    prefilled: Prefilled | None = None
+    engines_s: float = 0.0
+    """Time spent waiting for engines, up to the first byte."""
+    ttft_s: float | None = None
+    tried: list[str] = field(default_factory=list)
+    """Decode engines that failed."""
+
+    @property
+    def transfer_params(self) -> dict[str, Any] | None:
+        return self.prefilled.kv_transfer_params if self.prefilled else None
+
+    @property
+    def outcome(self) -> PrefillOutcome | None:
+        return outcome_of(self.transfer_params or {})
+
+    def rename(self) -> None:
+        """Another attempt gets another name: the first may still be granted."""
+        self.turn_id = new_turn_id(self.turn.tag)
+
+    def leg(
+        self, engine: Engine, body: bytes, *, api_key: str | None
+    ) -> UpstreamRequest:
+        """The request of one leg. ``api_key``: the engines' own."""
+        headers = leg_headers(
+            self.request,
+            self.client_headers,
+            turn_id=self.turn_id,
+            api_key=api_key,
+        )
+        url = engine.spec.url + self.request.api
+        return UpstreamRequest(method="POST", url=url, headers=headers, body=body)
+
+    def report(self, decode: str) -> PlanReport:
+        """The turn as it is being carried out."""
+        kind, reason = self.plan.kind, self.plan.reason
+        if self.plan.prefill is not None and self.prefill is None:
+            kind, reason = PlanKind.COLD, Reason.PREFILL_DOWN
+        elif self.outcome is not None and self.plan.lease is not None:
+            reason = _known_reason(self.outcome.why) or reason
+        prompt, local, returned = self._counts()
+        return PlanReport(
+            plan=kind,
+            reason=reason,
+            prefill=self.prefill.name if self.prefill else None,
+            decode=decode,
+            prompt_tokens=prompt,
+            local_tokens=local,
+            returned_tokens=returned,
+            computed_tokens=_rest(prompt, local, returned),
+        )
+
+    def _counts(self) -> tuple[int | None, int | None, int | None]:
+        """Tokens of the prompt: all, prefill's own, returned."""
+        usage = self.prefilled.usage if self.prefilled else None
+        if usage is None:
+            return None, None, None
+        if self.outcome is not None:
+            own = self.outcome
+            return usage.prompt_tokens, own.local_tokens, own.returned_tokens
+        details = usage.prompt_tokens_details
+        # vLLM's own connector: what it cached is all that it can have reused.
+        return usage.prompt_tokens, details.cached_tokens if details else None, 0
+
+
+def kept(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """An engine's headers that the client gets."""
+    return tuple((n, v) for n, v in headers if n not in _HOP_BY_HOP)
+
+
+def is_engines_fault(status: int) -> bool:
+    """Whether another engine may well do what this one refused."""
+    return status >= 500 or status in _BUSY
+
+
+def _known_reason(why: str | None) -> Reason | None:
+    return Reason(why) if why in set(Reason) else None
+
+
+def _rest(*counts: int | None) -> int | None:
+    """The first count less the others, if all are known."""
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return None
+    total, *parts = known
+    return max(total - sum(parts), 0)
+
+
+def decoded(answer: bytes) -> Prefilled:
+    """What matters of a prefill engine's answer."""
+    try:
+        return msgspec.json.decode(answer, type=Prefilled)
+    except (msgspec.DecodeError, RecursionError):
+        # An engine that answers something else has computed the prompt all
+        # the same; decode will not find its blocks and computes them.
+        return Prefilled()

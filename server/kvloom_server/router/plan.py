@@ -1,0 +1,215 @@
+"""The decision for one turn: where its history is, and who does what.
+
+``plan`` is pure: the same arguments give the same plan. It only says what to
+do; ``turn.py`` does it and copes with what goes wrong.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvloom.protocol import PlanKind, Reason, ReturnMode
+
+LOAD_SLACK: Final = 1.25
+"""A prefill engine may hold this many times its fair share of the requests in
+flight before a shared prefix goes elsewhere (consistent hashing with bounded
+loads)."""
+
+
+class NoEngineError(Exception):
+    """No decode engine is up, so that nothing can be answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A finished turn's KV on a decode engine, as the router knows it."""
+
+    lease_id: str
+    engine: str
+    """The decode engine's name."""
+    num_tokens: int
+    deadline_unix: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What the router remembers of one conversation."""
+
+    tag: bytes
+    seen_unix: float
+    prefill: str | None = None
+    """The last turn's engines."""
+    decode: str | None = None
+    leases: tuple[Lease, ...] = ()
+    """Newest first."""
+    lost: Reason | None = None
+    """Why the last lease is gone, once none is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One engine at the moment of planning."""
+
+    name: str
+    is_up: bool
+    num_in_flight: int = 0
+    num_conversations: int = 0
+    """Bound to it: paced agents have nothing in flight, yet they return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The engines that serve the turn's model."""
+
+    prefill: Sequence[EngineView]
+    decode: Sequence[EngineView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What planning must know of a request."""
+
+    tag: bytes | None
+    """Of its conversation; ``None`` when it names none."""
+    affinity: bytes
+    """Digest of what many conversations share: model, system prompt, tools."""
+    mode: ReturnMode = ReturnMode.LAZY
+    decode_alone: bool = False
+    """Prefill can't help: several prompts, several answers, prompt logprobs."""
+    offered: Lease | None = None
+    """The lease in the client's handle, if nothing says that it is gone."""
+    has_handle: bool = False
+    """Whether the client sent a handle at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who does the turn, and why so. Names of engines."""
+
+    kind: PlanKind
+    reason: Reason
+    decode: str
+    prefill: str | None = None
+    lease: Lease | None = None
+    """What prefill is to pull; given exactly when ``kind`` is ``return``."""
+
+
+def plan(
+    turn: Turn, conversation: Conversation | None, fleet: Fleet, now: float
+) -> Plan:
+    """Decide one turn.
+
+    Args:
+        turn: the request.
+        conversation: what is remembered of its conversation.
+        fleet: the engines that serve its model, in a fixed order.
+        now: Unix time, as in the leases' deadlines.
+
+    Raises:
+        NoEngineError: no decode engine is up.
+    """
+    if not any(engine.is_up for engine in fleet.decode):
+        raise NoEngineError
+    lease, reason = _lease_to_use(turn, conversation, fleet, now)
+    decode = lease.engine if lease else _decode_for(turn, conversation, fleet)
+    if turn.decode_alone:
+        return Plan(kind=PlanKind.COLD, reason=Reason.RETURNS_OFF, decode=decode)
+    prefill = _prefill_for(turn, conversation, fleet)
+    if prefill is None:
+        return Plan(kind=PlanKind.COLD, reason=Reason.PREFILL_DOWN, decode=decode)
+    kind = PlanKind.RETURN if lease else PlanKind.COLD
+    return Plan(kind=kind, reason=reason, decode=decode, prefill=prefill, lease=lease)
+
+
+def next_prefill(turn: Turn, fleet: Fleet, *, tried: Iterable[str]) -> str | None:
+    """Another prefill engine after those in ``tried`` failed."""
+    return _bounded_rendezvous(turn.affinity, _up(fleet.prefill, without=tried))
+
+
+def next_decode(turn: Turn, fleet: Fleet, *, tried: Iterable[str]) -> str | None:
+    """Another decode engine after those in ``tried`` failed."""
+    return _least_loaded(_spread_key(turn), _up(fleet.decode, without=tried))
+
+
+def _lease_to_use(
+    turn: Turn, conversation: Conversation | None, fleet: Fleet, now: float
+) -> tuple[Lease | None, Reason]:
+    if turn.mode is ReturnMode.OFF:
+        return None, Reason.RETURNS_OFF
+    if turn.tag is None:
+        return None, Reason.NO_CONVERSATION
+    up = {engine.name for engine in fleet.decode if engine.is_up}
+    known = _leases(turn, conversation)
+    unexpired = [lease for lease in known if lease.deadline_unix > now]
+    for lease in unexpired:
+        if lease.engine in up:
+            return lease, Reason.LEASE_HELD
+    if unexpired:
+        return None, Reason.ENGINE_GONE
+    if known or turn.has_handle:
+        return None, (conversation and conversation.lost) or Reason.LEASE_GONE
+    return None, (conversation and conversation.lost) or Reason.FIRST_TURN
+
+
+def _leases(turn: Turn, conversation: Conversation | None) -> list[Lease]:
+    """Leases in order of preference: the client's own, then the newest."""
+    offered = [turn.offered] if turn.offered else []
+    return [*offered, *(conversation.leases if conversation else ())]
+
+
+def _decode_for(turn: Turn, conversation: Conversation | None, fleet: Fleet) -> str:
+    engines = _up(fleet.decode)
+    if conversation and any(e.name == conversation.decode for e in engines):
+        assert conversation.decode is not None
+        return conversation.decode
+    chosen = _least_loaded(_spread_key(turn), engines)
+    assert chosen is not None, "the caller has seen one that is up"
+    return chosen
+
+
+def _prefill_for(
+    turn: Turn, conversation: Conversation | None, fleet: Fleet
+) -> str | None:
+    engines = _up(fleet.prefill)
+    if conversation and any(e.name == conversation.prefill for e in engines):
+        return conversation.prefill
+    return _bounded_rendezvous(turn.affinity, engines)
+
+
+def _up(
+    engines: Sequence[EngineView], *, without: Iterable[str] = ()
+) -> list[EngineView]:
+    tried = frozenset(without)
+    return [e for e in engines if e.is_up and e.name not in tried]
+
+
+def _spread_key(turn: Turn) -> bytes:
+    return turn.tag if turn.tag is not None else turn.affinity
+
+
+def _least_loaded(key: bytes, engines: Sequence[EngineView]) -> str | None:
+    """The least loaded engine; equals are told apart by hash, not by order."""
+    if not engines:
+        return None
+    return min(
+        engines,
+        key=lambda e: (e.num_in_flight + e.num_conversations, -_score(key, e.name)),
+    ).name
+
+
+def _bounded_rendezvous(key: bytes, engines: Sequence[EngineView]) -> str | None:
+    """The engine that ``key`` hashes to, unless it is over its share of load."""
+    if not engines:
+        return None
+    in_flight = 1 + sum(engine.num_in_flight for engine in engines)
+    bound = math.ceil(LOAD_SLACK * in_flight / len(engines))
+    ranked = sorted(engines, key=lambda e: _score(key, e.name), reverse=True)
+    # The least loaded one always fits: the bound is above the mean.
+    return next(e.name for e in ranked if e.num_in_flight < bound)
+
+
+def _score(key: bytes, name: str) -> int:
+    digest = hashlib.blake2b(name.encode(), digest_size=8, key=key[:64])
+    return int.from_bytes(digest.digest(), "little")

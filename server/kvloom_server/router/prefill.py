@@ -1,0 +1,126 @@
+"""The prefill leg: one engine computes the prompt, or pulls what it may.
+
+It never fails a turn: when no prefill engine can, decode computes the prompt.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from kvloom.protocol import LeaseRef
+
+from .engines import Engine, Engines
+from .job import (
+    MAX_ATTEMPTS,
+    EngineAnswerError,
+    Job,
+    Prefilled,
+    decoded,
+    is_engines_fault,
+)
+from .legs import prefill_body
+from .metrics import Metrics
+from .plan import next_prefill
+from .upstream import BrokenError, Upstream, UpstreamError, read_all
+
+log = logging.getLogger(__name__)
+
+MAX_LINGERING: Final = 64
+"""Prefill legs that may run on after their client left."""
+
+
+class PrefillLeg:
+    """Does prefill legs. One a router."""
+
+    def __init__(
+        self,
+        *,
+        engines: Engines,
+        upstream: Upstream,
+        metrics: Metrics,
+        timeout_s: float,
+        api_key: str | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engines = engines
+        self._upstream = upstream
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._api_key = api_key
+        self._clock = clock
+        self._lingering: set[asyncio.Task[None]] = set()
+
+    async def run(self, job: Job) -> None:
+        """Fill in ``job.prefill`` and ``job.prefilled``, if an engine could.
+
+        Raises:
+            EngineAnswerError: the engine refused the request as such.
+        """
+        name, tried = job.plan.prefill, list[str]()
+        while name is not None and len(tried) < MAX_ATTEMPTS:
+            engine = self._engines[name]
+            job.prefilled = await self._at(engine, job)
+            if job.prefilled is not None:
+                job.prefill = engine
+                return
+            tried.append(name)
+            name = next_prefill(job.turn, job.fleet, tried=tried)
+
+    def adopt(self, task: asyncio.Task[None]) -> None:
+        """Let a leg end although its client left: an engine that is cut off in
+        the middle of a hand-over may strand blocks."""
+        if len(self._lingering) >= MAX_LINGERING:
+            task.cancel()
+        self._lingering.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Give up what still runs for clients that left."""
+        for task in self._lingering:
+            task.cancel()
+        await asyncio.gather(*self._lingering, return_exceptions=True)
+
+    async def _at(self, engine: Engine, job: Job) -> Prefilled | None:
+        body = prefill_body(job.request.body, self._lease_ref(job))
+        request = job.leg(engine, body, api_key=self._api_key)
+        began = self._clock()
+        try:
+            with engine.busy():
+                async with asyncio.timeout(self._timeout_s):
+                    response = await self._upstream.send(request)
+                    answer = await read_all(response)
+        except UpstreamError as error:
+            self._failed(engine, job, error)
+            return None
+        except TimeoutError:
+            self._failed(engine, job, BrokenError("no answer in time"))
+            return None
+        finally:
+            seconds = self._clock() - began
+            job.engines_s += seconds
+            self._metrics.legs.labels("prefill").observe(seconds)
+        if is_engines_fault(response.status):
+            log.warning("engine=%s event=prefill_%d", engine.name, response.status)
+            return None
+        if response.status != 200:
+            raise EngineAnswerError(response.status, response.headers, answer)
+        return decoded(answer)
+
+    def _lease_ref(self, job: Job) -> LeaseRef | None:
+        lease = job.plan.lease
+        if lease is None:
+            return None
+        address = self._engines[lease.engine].spec.lease_address
+        if address is None:
+            return None
+        return LeaseRef(lease_id=lease.lease_id, address=address)
+
+    def _failed(self, engine: Engine, job: Job, error: UpstreamError) -> None:
+        self._engines.failed(engine, error)
+        log.warning("engine=%s turn=%s event=prefill_failed", engine.name, job.turn_id)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._lingering.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.info("event=abandoned_prefill_failed")

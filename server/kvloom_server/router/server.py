@@ -1,0 +1,138 @@
+"""Runs the router: under uvicorn, alone or inside a running event loop."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+import uvicorn
+
+from kvloom_server.settings import RouterSettings
+
+from .app import RouterApp
+from .compose import build_app
+
+BACKLOG: Final = 2048
+
+
+class RouterStartError(RuntimeError):
+    """The router did not start; the cause is in the log."""
+
+
+class RouterServer:
+    """A router inside a running loop, beside whatever else runs there.
+
+    It leaves signals alone: whoever starts it also stops it.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, *, app: RouterApp | None = None
+    ) -> None:
+        """``app`` is built from the settings when it is not given."""
+        self._settings = settings
+        self._app = app if app is not None else build_app(settings)
+        self._server: _Embedded | None = None
+        self._socket: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, also where the settings say 0."""
+        assert self._socket is not None, "ask after `start`"
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def url(self) -> str:
+        """What a client's ``base_url`` begins with, without ``/v1``."""
+        return f"http://{self._settings.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Return once requests are answered.
+
+        Raises:
+            OSError: the address is taken or not ours.
+            RouterStartError: the router itself did not come up.
+        """
+        self._socket = _bound(self._settings.host, self._settings.port)
+        self._server = _Embedded(_config(self._settings, self._app))
+        self._task = asyncio.create_task(
+            self._server.serve(sockets=[self._socket]), name="kvloom-router"
+        )
+        up = asyncio.create_task(self._server.is_up.wait())
+        await asyncio.wait((self._task, up), return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            up.cancel()
+            await self.stop()
+            raise RouterStartError("the router did not start: see its log")
+
+    async def stop(self) -> None:
+        """Let open answers end, within the settings' limit, and close."""
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            with contextlib.suppress(SystemExit):  # how uvicorn says "not started"
+                await self._task
+        if self._socket is not None:
+            self._socket.close()
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Run a router until SIGINT or SIGTERM, then let open answers end.
+
+    Run it with ``uvloop.run`` for speed.
+
+    Raises:
+        OSError: the address is taken or not ours.
+    """
+    listening = _bound(settings.host, settings.port)
+    try:
+        server = uvicorn.Server(_config(settings, build_app(settings)))
+        await server.serve(sockets=[listening])
+    finally:
+        listening.close()
+
+
+class _Embedded(uvicorn.Server):
+    """A uvicorn that leaves signals alone and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self.is_up.set()
+
+
+def _config(settings: RouterSettings, app: RouterApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=settings.shutdown_timeout_s,
+    )
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except BaseException:
+        listening.close()
+        raise
+    return listening

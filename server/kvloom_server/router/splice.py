@@ -1,0 +1,165 @@
+"""Puts the handle into an answer without touching anything else of it.
+
+Sans-IO. ``TailSplicer`` passes whole server-sent events on as they come, byte
+for byte; only an event that may be the last one is held back until the next
+shows whether it was. ``spliced`` does the same for a plain JSON answer.
+"""
+
+import re
+from typing import Final
+
+import msgspec
+
+from kvloom.protocol import KV_TRANSFER_PARAMS, carry
+
+MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
+"""An event beyond this is passed on unseen, and so is all that follows it."""
+
+_END = re.compile(rb"\n\r?\n")
+"""The blank line that ends an event."""
+
+_MAY_BE_LAST = re.compile(rb'"finish_reason"\s*:\s*"|"choices"\s*:\s*\[\s*\]|\[DONE\]')
+_SEVERAL_LINES = re.compile(rb"[^\r\n]\r?\ndata:")
+"""A data line after another line: an event that must be put together first."""
+
+_DONE: Final = b"[DONE]"
+_LINE = re.compile(rb"\r?\n")
+
+_Object = dict[str, msgspec.Raw]
+
+
+class TailSplicer:
+    """One event stream on its way to the client.
+
+    ``feed`` until ``is_done``, then ``finish`` once; when the stream ends or
+    breaks without ``[DONE]``, ``finish(None)`` or ``abandon``.
+    """
+
+    def __init__(self) -> None:
+        self._partial = b""
+        """The beginning of an event whose end has not come."""
+        self._held: list[bytes] = []
+        """An event that may be the last, and what came after it."""
+        self._is_blind = False
+        """An event was too long: bytes only, from here on."""
+        self.is_done = False
+        """``[DONE]`` has been seen: the handle may go in."""
+        self.is_finished = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the stream; what may be forwarded now."""
+        if self._is_blind or self.is_finished:
+            return data
+        if self.is_done:
+            self._held.append(data)
+            return b""
+        if not self._partial and not self._held and _is_plain(data):
+            return data
+        return self._feed_events(self._partial + data)
+
+    def finish(self, handle: str | None) -> bytes:
+        """The rest of the stream, with ``handle`` in its last event.
+
+        Without a handle, or where there is no event to carry it, the bytes are
+        those that came, except that the engine's own transfer params, which
+        name hosts and ports, are never passed on.
+        """
+        held = self._held_back()
+        if held and self.is_done:
+            held[0] = _spliced_event(held[0], handle)
+        self.is_done, self.is_finished = False, True
+        return b"".join(held)
+
+    def abandon(self) -> bytes:
+        """The rest of a stream that broke: whole events only, so that an
+        error event may follow."""
+        self._partial = b""
+        held = b"".join(self._held_back())
+        return b"\n\n" if self._is_blind else held
+
+    def _held_back(self) -> list[bytes]:
+        held = [*self._held, self._partial]
+        self._held, self._partial = [], b""
+        return held
+
+    def _feed_events(self, data: bytes) -> bytes:
+        ready: list[bytes] = []
+        start = 0
+        for end in _END.finditer(data):
+            self._take(data[start : end.end()], ready)
+            start = end.end()
+            if self.is_done:
+                self._held.append(data[start:])
+                self._partial = b""
+                return b"".join(ready)
+        self._partial = data[start:]
+        if len(self._partial) > MAX_EVENT_BYTES:
+            self._is_blind = True
+            ready += self._held_back()
+        return b"".join(ready)
+
+    def _take(self, event: bytes, ready: list[bytes]) -> None:
+        payload = _payload(event)
+        if payload == b"":  # a comment or an empty event changes nothing
+            (self._held if self._held else ready).append(event)
+        elif payload == _DONE:
+            self.is_done = True
+            # With nothing held there is no event to carry the handle.
+            self._held.append(event)
+        else:
+            ready += self._held
+            self._held = []
+            kept = self._held if _MAY_BE_LAST.search(payload) else ready
+            kept.append(event)
+
+
+def spliced(answer: bytes, handle: str | None) -> bytes:
+    """A plain JSON answer with ``handle``; all other values byte for byte.
+
+    Bytes that are no JSON object are returned as they are.
+    """
+    try:
+        values = msgspec.json.decode(answer, type=_Object)
+    except (msgspec.DecodeError, RecursionError):
+        return answer
+    if handle is not None:
+        values[KV_TRANSFER_PARAMS] = _raw(carry(handle))
+    elif values.get(KV_TRANSFER_PARAMS, _NULL) != _NULL:
+        values[KV_TRANSFER_PARAMS] = _NULL
+    else:
+        return answer
+    return msgspec.json.encode(values)
+
+
+_NULL: Final = msgspec.Raw(b"null")
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def _is_plain(data: bytes) -> bool:
+    """Whether these are whole events, none of which can be the last."""
+    if not data.endswith((b"\n\n", b"\n\r\n")):
+        return False
+    return not _MAY_BE_LAST.search(data) and not _SEVERAL_LINES.search(data)
+
+
+def _payload(event: bytes) -> bytes:
+    """The data of an event: its ``data`` lines, joined."""
+    lines = (line for line in _LINE.split(event) if line.startswith(b"data:"))
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines).strip()
+
+
+def _spliced_event(event: bytes, handle: str | None) -> bytes:
+    payload = _payload(event)
+    answer = spliced(payload, handle)
+    if answer == payload:
+        return event
+    newline = b"\r\n" if event.endswith(b"\r\n") else b"\n"
+    others = [
+        line for line in _LINE.split(event) if line and not line.startswith(b"data:")
+    ]
+    # A value may hold the line breaks of an event of several data lines.
+    data = [b"data: " + line for line in answer.split(b"\n")]
+    return newline.join([*others, *data, b"", b""])

@@ -1,0 +1,260 @@
+"""Where conversations' KV is, as the engines tell it."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvloom.protocol import (
+    LeaseEvent,
+    LeaseRecord,
+    Leases,
+    LeaseState,
+    PrefillOutcome,
+    Reason,
+)
+from kvloom_server.router.directory import MAX_LEASES, Directory, Let, continues
+from kvloom_server.router.identity import new_turn_id, tag_of
+from kvloom_server.router.plan import Lease
+
+NOW = 1_000.0
+TAG = b"8 bytes."
+
+
+def directory(*, size: int = 10, idle_s: float = 100.0) -> Directory:
+    return Directory(max_conversations=size, idle_s=idle_s)
+
+
+def event(
+    lease_id: str, state: LeaseState = LeaseState.GRANTED, *, deadline: float = NOW + 60
+) -> LeaseEvent:
+    return LeaseEvent(
+        seq=1, lease_id=lease_id, state=state, num_tokens=64, deadline_unix=deadline
+    )
+
+
+def listing(*lease_ids: str, boot: str = "b1", deadline: float = NOW + 60) -> Leases:
+    records = [
+        LeaseRecord(
+            lease_id=lease_id,
+            state=LeaseState.GRANTED,
+            num_tokens=64,
+            num_blocks=4,
+            deadline_unix=deadline + i,
+        )
+        for i, lease_id in enumerate(lease_ids)
+    ]
+    return Leases(engine_id="d0", boot_id=boot, seq=0, leases=records)
+
+
+def names(known: Directory, tag: bytes = TAG) -> list[str]:
+    found = known.find(tag)
+    return [lease.lease_id for lease in found.leases] if found else []
+
+
+def test_a_restarted_router_learns_everything_from_the_engines() -> None:
+    """After a restart of the router no conversation has lost its lease."""
+    known = directory()
+    older, newer = new_turn_id(TAG), new_turn_id(TAG)
+    known.replace("d0", listing(older, newer), NOW)
+    known.check_integrity()
+    assert names(known) == [newer, older]
+    found = known.find(TAG)
+    assert found is not None
+    assert found.decode == "d0"
+
+
+def test_a_turn_lets_go_of_the_lease_that_it_continues() -> None:
+    """A conversation of any length holds one lease, not one a turn."""
+    known = directory()
+    first, second = new_turn_id(TAG), new_turn_id(TAG)
+    known.apply("d0", event(first), NOW)
+    lease = known.lease("d0", first)
+    assert lease is not None
+    known.supersede(second, lease)
+    assert names(known) == [first]
+    let = known.apply("d0", event(second), NOW)
+    assert let == [Let(engine="d0", lease_id=first)]
+    assert names(known) == [second]
+    known.check_integrity()
+
+
+def test_a_declined_turn_leaves_the_old_lease() -> None:
+    """A turn that gets no lease of its own takes none away."""
+    known = directory()
+    first, second = new_turn_id(TAG), new_turn_id(TAG)
+    known.apply("d0", event(first), NOW)
+    lease = known.lease("d0", first)
+    assert lease is not None
+    known.supersede(second, lease)
+    assert known.apply("d0", event(second, LeaseState.DECLINED), NOW) == []
+    assert names(known) == [first]
+
+
+def test_branches_keep_their_leases_up_to_a_bound() -> None:
+    """Parallel branches of a conversation each keep their own history."""
+    known = directory()
+    turn_ids = [new_turn_id(TAG) for _ in range(MAX_LEASES + 1)]
+    let = [each for t in turn_ids for each in known.apply("d0", event(t), NOW)]
+    assert let == [Let(engine="d0", lease_id=turn_ids[0])]
+    assert names(known) == turn_ids[:0:-1]
+
+
+def test_a_fork_does_not_end_the_branch_it_left() -> None:
+    """An edited history keeps the old one's lease; a continuation ends it."""
+    lease = Lease(lease_id="l", engine="d0", num_tokens=1000, deadline_unix=NOW)
+    fork = PrefillOutcome(local_tokens=96, returned_tokens=304)
+    whole = PrefillOutcome(local_tokens=96, returned_tokens=880)
+    assert not continues(fork, lease)
+    assert continues(whole, lease)
+    assert not continues(None, lease)
+
+
+def test_an_ended_lease_is_forgotten_with_its_reason() -> None:
+    """Released, expired and evicted leases are never planned on."""
+    for state in (LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.EVICTED):
+        known = directory()
+        turn_id = new_turn_id(TAG)
+        known.apply("d0", event(turn_id), NOW)
+        known.apply("d0", event(turn_id, state), NOW)
+        found = known.find(TAG)
+        assert found is not None
+        assert (found.leases, found.lost) == ((), Reason.LEASE_GONE)
+
+
+def test_a_restarted_engine_holds_nothing_any_more() -> None:
+    """An engine's new life has none of the leases of its old one, also when
+    the router lost sight of it in between."""
+    known = directory()
+    turn_id = new_turn_id(TAG)
+    known.replace("d0", listing(turn_id), NOW)
+    known.feed_lost("d0")
+    assert names(known) == [turn_id]
+    known.replace("d0", listing(boot="b2"), NOW)
+    found = known.find(TAG)
+    assert found is not None
+    assert (found.leases, found.lost) == ((), Reason.ENGINE_GONE)
+
+
+def test_a_handle_is_trusted_exactly_while_the_feed_is_broken() -> None:
+    """A client's handle is as good as the router's map, and no better."""
+    known = directory()
+    assert known.may_hold("d0", "anything")
+    known.replace("d0", listing(), NOW)
+    assert not known.may_hold("d0", "anything")
+    known.feed_lost("d0")
+    assert known.may_hold("d0", "anything")
+
+
+def test_the_map_is_bounded_and_lets_go_of_what_it_forgets() -> None:
+    """However many conversations come, memory does not grow."""
+    known = directory(size=3)
+    turn_ids = [new_turn_id(bytes([i]) * 8) for i in range(5)]
+    let = [each for t in turn_ids for each in known.apply("d0", event(t), NOW)]
+    assert len(known) == 3
+    assert [each.lease_id for each in let] == turn_ids[:2]
+    known.check_integrity()
+
+
+def test_silent_conversations_leave() -> None:
+    """A conversation that ended long ago takes no memory, unless it is leased."""
+    known = directory(idle_s=100.0)
+    leased = new_turn_id(TAG)
+    known.began(b"a" * 8, prefill="p0", decode="d0", now=NOW)
+    known.apply("d0", event(leased, deadline=NOW + 500), NOW)
+    known.began(b"b" * 8, prefill="p0", decode="d0", now=NOW + 101)
+    assert known.find(b"a" * 8) is None
+    assert names(known) == [leased]
+    known.began(b"b" * 8, prefill="p0", decode="d0", now=NOW + 501)
+    assert known.find(TAG) is None
+
+
+def test_a_turn_without_prefill_keeps_the_place_of_the_last_one() -> None:
+    """Prefill's own cache is found again after it was down for a turn."""
+    known = directory()
+    known.began(TAG, prefill="p1", decode="d0", now=NOW)
+    known.began(TAG, prefill=None, decode="d1", now=NOW)
+    found = known.find(TAG)
+    assert found is not None
+    assert (found.prefill, found.decode) == ("p1", "d1")
+    assert (known.num_bound("d0"), known.num_bound("d1")) == (0, 1)
+
+
+def test_foreign_leases_are_left_alone() -> None:
+    """Leases that another program named are none of the router's business."""
+    known = directory()
+    assert known.apply("d0", event("someone-else"), NOW) == []
+    assert len(known) == 0
+
+
+tags = st.integers(0, 4).map(lambda i: bytes([i]) * 8)
+engines = st.sampled_from(["d0", "d1"])
+lease_ids = st.builds(
+    lambda tag, i: (tag + bytes([i]) * 8).hex(), tags, st.integers(0, 6)
+)
+ends = st.floats(NOW, NOW + 200)
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Whatever engines say in whatever order, the map stays whole and bounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = Directory(max_conversations=3, idle_s=20.0)
+        self.now = NOW
+
+    @rule(
+        engine=engines,
+        lease_id=lease_ids,
+        state=st.sampled_from(list(LeaseState)),
+        end=ends,
+    )
+    def event(self, engine: str, lease_id: str, state: LeaseState, end: float) -> None:
+        for let in self.known.apply(
+            engine, event(lease_id, state, deadline=end), self.now
+        ):
+            assert self.known.lease(let.engine, let.lease_id) is None
+
+    @rule(
+        engine=engines,
+        boot=st.sampled_from(["b1", "b2"]),
+        listed=st.sets(lease_ids, max_size=6),
+    )
+    def snapshot(self, engine: str, boot: str, listed: set[str]) -> None:
+        self.known.replace(engine, listing(*sorted(listed), boot=boot), self.now)
+
+    @rule(engine=engines, old=lease_ids, new=lease_ids)
+    def supersede(self, engine: str, old: str, new: str) -> None:
+        lease = self.known.lease(engine, old)
+        if lease is not None:
+            self.known.supersede(new, lease)
+
+    @rule(tag=tags, decode=engines, prefill=st.sampled_from([None, "p0"]))
+    def turn(self, tag: bytes, decode: str, prefill: str | None) -> None:
+        self.known.began(tag, prefill=prefill, decode=decode, now=self.now)
+        assert self.known.find(tag) is not None
+
+    @rule(seconds=st.floats(0, 30))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(engine=engines)
+    def feed_lost(self, engine: str) -> None:
+        self.known.feed_lost(engine)
+
+    @invariant()
+    def is_whole(self) -> None:
+        self.known.check_integrity()
+        repr(self.known)
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)
+
+
+def test_a_turn_id_names_its_conversation() -> None:
+    """A lease's name is enough to find its conversation."""
+    assert tag_of(new_turn_id(TAG)) == TAG
+    assert new_turn_id(TAG) != new_turn_id(TAG)
+    assert tag_of("zz" * 16) is None
