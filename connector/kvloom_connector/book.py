@@ -51,23 +51,32 @@ class LeaseBook:
 
         Returns:
             ``None``, or why there is no lease; then its blocks are not held.
+            A second lease of a living one's name is refused without an event,
+            which readers would take for the living one's end.
         """
-        why = self._why_not(lease)
+        same = self._leases.get(lease.lease_id)
+        why = "a lease of this name exists" if same else self._make_room(lease)
         if why is not None:
-            self.decline(lease.lease_id, reason=why, now=now)
+            if same is None or same.ending is not None:
+                self.decline(lease.lease_id, reason=why, now=now)
             return why
         self._leases[lease.lease_id] = lease
         self._holders.update(lease.block_ids())
         self._emit(lease)
         return None
 
-    def _why_not(self, lease: Lease) -> str | None:
-        if lease.lease_id in self._leases:
-            return "a lease of this name exists"
+    def _make_room(self, lease: Lease) -> str | None:
+        # Nothing is given up for what would not fit even then.
+        if self._excess(lease) > 0 and not self._can_fit(lease):
+            return "max_leased_fraction"
         while self._excess(lease) > 0:
-            if not self.evict(reason="cap"):
-                return "max_leased_fraction"
+            self.evict(reason="cap")
         return None
+
+    def _can_fit(self, lease: Lease) -> bool:
+        claimed = (held for held in self._leases.values() if held.claims)
+        least = set(lease.block_ids()).union(*(held.block_ids() for held in claimed))
+        return len(least) <= self._max_blocks
 
     def _excess(self, lease: Lease) -> int:
         new = sum(1 for block in set(lease.block_ids()) if block not in self._holders)

@@ -25,6 +25,9 @@ from kvloom.protocol import (
 
 from .wire import decode, encode
 
+MAX_PEERS = 64
+"""Decode engines that are kept connected; the longest unused one goes first."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
@@ -88,7 +91,12 @@ class ClaimDesk:
         self._post(ticket.ref.address, release, tag=b"")
 
     def close(self) -> None:
-        """Stop; open claims lapse on decode by themselves."""
+        """Stop; open claims lapse on decode by themselves.
+
+        A second call does nothing, nor does anything asked after the first.
+        """
+        if self._is_stopping:
+            return
         self._is_stopping = True
         self._wake()
         self._thread.join()
@@ -96,6 +104,8 @@ class ClaimDesk:
         self._wake_out.close()
 
     def _post(self, address: str, message: Any, *, tag: bytes) -> None:
+        if self._is_stopping:
+            return
         self._outbox.put((address, message, tag))
         self._wake()
 
@@ -108,15 +118,17 @@ class ClaimDesk:
 
     def _run(self) -> None:
         self._poller.register(self._wake_out, zmq.POLLIN)
-        while not self._is_stopping:
-            ready = dict(self._poller.poll())
-            if self._wake_out.fileno() in ready:
-                self._wake_out.recv(4096)
-                self._send_waiting()
-            for dealer in self._sockets.values():
-                if dealer in ready:
-                    self._take_answers(dealer)
-        self._context.destroy(linger=0)
+        try:
+            while not self._is_stopping:
+                ready = dict(self._poller.poll())
+                if self._wake_out.fileno() in ready:
+                    self._wake_out.recv(4096)
+                    self._send_waiting()
+                for dealer in self._sockets.values():
+                    if dealer in ready:
+                        self._take_answers(dealer)
+        finally:
+            self._context.destroy(linger=0)
 
     def _send_waiting(self) -> None:
         while True:
@@ -124,23 +136,37 @@ class ClaimDesk:
                 address, message, tag = self._outbox.get_nowait()
             except queue.Empty:
                 return
-            op, body = encode(message)
             try:
+                op, body = encode(message)
                 self._dealer(address).send_multipart([op, tag, body], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                # Nobody there to queue for (or no such address): a refusal.
+            except (zmq.ZMQError, UnicodeError) as error:
+                # Nobody there to queue for, or no such address or name: a refusal.
                 self._take(tag, Refused(reason=str(error)))
 
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
-        dealer = self._sockets.get(address)
-        if dealer is None:
-            dealer = self._context.socket(zmq.DEALER)
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            dealer.setsockopt(zmq.SNDHWM, 1000)
+        dealer = self._sockets.pop(address, None) or self._connect(address)
+        # Last in the row: used last.
+        self._sockets[address] = dealer
+        if len(self._sockets) > MAX_PEERS:
+            oldest = self._sockets.pop(next(iter(self._sockets)))
+            self._poller.unregister(oldest)
+            oldest.close()
+        return dealer
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        if not address.startswith("tcp://"):
+            # Such as ipc, which would reach for files of this machine.
+            raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        dealer.setsockopt(zmq.SNDHWM, 1000)
+        try:
             dealer.connect(address)
-            self._sockets[address] = dealer
-            self._poller.register(dealer, zmq.POLLIN)
+        except (zmq.ZMQError, UnicodeError):
+            dealer.close()
+            raise
+        self._poller.register(dealer, zmq.POLLIN)
         return dealer
 
     def _take_answers(self, dealer: zmq.Socket[bytes]) -> None:
@@ -157,6 +183,8 @@ class ClaimDesk:
         if not isinstance(message, Claimed | Refused):
             return
         claim_id = tag.decode(errors="replace")
+        if isinstance(message, Claimed) and message.claim_id != claim_id:
+            return
         with self._lock:
             if claim_id in self._answers:
                 self._answers[claim_id] = message

@@ -64,7 +64,7 @@ def verified_tokens(
     The longest common prefix, to the token: whole blocks by digest, and inside
     the first block that differs (or the partial last one) by token id, where
     nothing else shapes that block differently. Never more than the lease's
-    valid tokens.
+    valid tokens, nor than the blocks that come with it hold.
 
     Args:
         prompt: the new prompt's token ids.
@@ -80,7 +80,8 @@ def verified_tokens(
         if extra == claimed.edge_extra:
             mine = prompt[verified : verified + block_size]
             verified += common_prefix_len(mine, claimed.edge_tokens)
-    return min(verified, claimed.num_tokens, len(prompt))
+    held = min(map(len, claimed.blocks), default=0) * block_size
+    return max(0, min(verified, claimed.num_tokens, held, len(prompt)))
 
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:

@@ -108,12 +108,13 @@ class ReturnDesk:
             return None
         answer = self._claims.answer(record.ticket)
         age = now - record.asked_at
-        if answer is None and age < self._claim_timeout_s:
+        if answer is None and 0 <= age < self._claim_timeout_s:
             raise StillAskingError
         pull, why = self._judge(record, answer, num_local)
         # A request may wait long for free blocks of its own; decode must keep
-        # its promise to the end of the read.
-        if pull is not None and age > self._claims.lifetime_s / 2:
+        # its promise to the end of the read. A clock that was put back does not
+        # say how long it has been.
+        if pull is not None and not 0 <= age <= self._claims.lifetime_s / 2:
             pull, why = None, Reason.CLAIM_LATE
         if pull is None:
             self._end(record, why)

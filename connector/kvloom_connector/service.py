@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from kvloom.protocol import (
     Claimed,
     Done,
     Hello,
+    LeaseEvent,
     Leases,
     ListLeases,
     Refused,
@@ -38,6 +39,7 @@ from kvloom.protocol import (
 from .book import LeaseBook
 from .digest import common_rungs
 from .lease import Lease
+from .settings import MAX_CLAIM_LIFETIME_S, MAX_LEASE_TTL_S
 from .wire import decode, encode
 
 logger = logging.getLogger("vllm.kvloom")
@@ -56,6 +58,33 @@ class EngineIdentity:
     dcp_size: int
     pp_size: int
     block_size: int
+
+
+def prove(claim: Claim, lease: Lease, engine: EngineIdentity) -> Claimed:
+    """The answer to a granted claim: where the blocks are, and what they hold.
+
+    Digests up to the first block that differs, and that block's token ids:
+    enough for the claimer to find the common prefix to the token.
+    """
+    edge = common_rungs(claim.digests, lease.digests)
+    start = edge * engine.block_size
+    return Claimed(
+        lease_id=lease.lease_id,
+        claim_id=claim.claim_id,
+        num_tokens=lease.num_tokens,
+        block_size=engine.block_size,
+        blocks=[list(group) for group in lease.blocks],
+        digests=lease.digests[: (edge + 1) * DIGEST_BYTES],
+        edge_block=edge,
+        edge_tokens=list(lease.tokens[start : start + engine.block_size]),
+        edge_extra=lease.extras[edge] if edge < len(lease.extras) else b"",
+        engine_id=engine.engine_id,
+        host=engine.host,
+        port=engine.port,
+        tp_size=engine.tp_size,
+        dcp_size=engine.dcp_size,
+        pp_size=engine.pp_size,
+    )
 
 
 class LeaseService:
@@ -88,12 +117,12 @@ class LeaseService:
         self._lock = threading.Lock()
         self._subscribers: dict[bytes, float] = {}
         self._is_stopping = False
-        self._wake_in, self._wake_out = socket.socketpair()
-        for end in (self._wake_in, self._wake_out):
-            end.setblocking(False)
         self._context = zmq.Context()
         self._socket = self._bind(host, port)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._wake_in, self._wake_out = socket.socketpair()
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
         self._thread = threading.Thread(
             target=self._run, name="kvloom-leases", daemon=True
         )
@@ -118,11 +147,13 @@ class LeaseService:
         with self._lock:
             yield self._book
             has_news = self._book.has_events
-        if has_news:
+        if has_news and not self._is_stopping:
             self._wake()
 
     def close(self) -> None:
-        """Stop serving; peers see the socket go."""
+        """Stop serving; peers see the socket go. A second call does nothing."""
+        if self._is_stopping:
+            return
         self._is_stopping = True
         self._wake()
         self._thread.join()
@@ -140,14 +171,17 @@ class LeaseService:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
-        while not self._is_stopping:
-            ready = dict(poller.poll(math.ceil(1000 * self._patience())))
-            if self._wake_out.fileno() in ready:
-                self._wake_out.recv(4096)
-            if self._socket in ready:
-                self._serve_waiting()
-            self._publish()
-        self._context.destroy(linger=0)
+        try:
+            while not self._is_stopping:
+                ready = dict(poller.poll(math.ceil(1000 * self._patience())))
+                if self._wake_out.fileno() in ready:
+                    self._wake_out.recv(4096)
+                if self._socket in ready:
+                    self._serve_waiting()
+                self._publish()
+        finally:
+            # Peers must not wait for a thread that is gone.
+            self._context.destroy(linger=0)
 
     def _patience(self) -> float:
         with self._lock:
@@ -165,32 +199,37 @@ class LeaseService:
             if len(frames) != 4:
                 continue
             peer, op, tag, body = frames
-            reply = self._answer(peer, decode(op, body))
-            self._socket.send_multipart([peer, *_tagged(reply, tag)])
+            self._serve(peer, tag, decode(op, body))
 
-    def _answer(self, peer: bytes, message: Any) -> Any:
+    def _serve(self, peer: bytes, tag: bytes, message: Any) -> None:
         now = self._clock()
         with self._lock:
             self._book.expire(now=now)
-            match message:
-                case Hello(version=version):
-                    return self._welcome(version)
-                case Claim():
-                    return self._claim(message, now=now)
-                case Release(lease_id=lease_id, claim_id=None):
-                    return _done(lease_id, self._book.release(lease_id))
-                case Release(lease_id=lease_id, claim_id=str(claim_id)):
-                    return _done(lease_id, self._book.unclaim(lease_id, claim_id))
-                case Renew(lease_id=lease_id, ttl_s=ttl_s):
-                    is_renewed = self._book.renew(lease_id, now=now, ttl_s=ttl_s)
-                    return _done(lease_id, is_renewed)
-                case Subscribe():
-                    self._subscribers[peer] = now + SUBSCRIPTION_S
-                    return self._snapshot()
-                case ListLeases():
-                    return self._snapshot()
-                case _:
-                    return Refused(reason="not a request of this protocol")
+            reply = self._answer(message, now=now)
+            events = self._book.take_events()
+        # Before the reply: a snapshot includes these events, and a reader that
+        # has it would take them for old.
+        self._feed(events, now=now)
+        if isinstance(message, Subscribe):
+            self._subscribers[peer] = now + SUBSCRIPTION_S
+        self._socket.send_multipart([peer, *_tagged(reply, tag)])
+
+    def _answer(self, message: Any, *, now: float) -> Any:
+        match message:
+            case Hello(version=version):
+                return self._welcome(version)
+            case Claim():
+                return self._claim(message, now=now)
+            case Release(lease_id=lease_id, claim_id=None):
+                return _done(lease_id, self._book.release(lease_id))
+            case Release(lease_id=lease_id, claim_id=str(claim_id)):
+                return _done(lease_id, self._book.unclaim(lease_id, claim_id))
+            case Renew():
+                return self._renew(message, now=now)
+            case Subscribe() | ListLeases():
+                return self._snapshot()
+            case _:
+                return Refused(reason="not a request of this protocol")
 
     def _welcome(self, version: int) -> Any:
         if version != PROTOCOL_VERSION:
@@ -202,35 +241,24 @@ class LeaseService:
             block_size=self._identity.block_size,
         )
 
+    def _renew(self, renew: Renew, *, now: float) -> Done | Refused:
+        # Not a number, or for ever, would keep the lease from ever ending.
+        if not 0 < renew.ttl_s <= MAX_LEASE_TTL_S:
+            return Refused(reason=f"ttl_s must be from 0 to {MAX_LEASE_TTL_S:.0f}")
+        is_renewed = self._book.renew(renew.lease_id, now=now, ttl_s=renew.ttl_s)
+        return _done(renew.lease_id, is_renewed)
+
     def _claim(self, claim: Claim, *, now: float) -> Any:
+        if not 0 < claim.timeout_s <= MAX_CLAIM_LIFETIME_S:
+            return Refused(
+                reason=f"timeout_s must be from 0 to {MAX_CLAIM_LIFETIME_S:.0f}"
+            )
         lease = self._book.claim(
             claim.lease_id, claim.claim_id, now=now, timeout_s=claim.timeout_s
         )
         if lease is None:
             return Refused(reason="no such lease")
-        return self._claimed(claim, lease)
-
-    def _claimed(self, claim: Claim, lease: Lease) -> Claimed:
-        me = self._identity
-        edge = common_rungs(claim.digests, lease.digests)
-        start = edge * me.block_size
-        return Claimed(
-            lease_id=lease.lease_id,
-            claim_id=claim.claim_id,
-            num_tokens=lease.num_tokens,
-            block_size=me.block_size,
-            blocks=[list(group) for group in lease.blocks],
-            digests=lease.digests[: (edge + 1) * DIGEST_BYTES],
-            edge_block=edge,
-            edge_tokens=list(lease.tokens[start : start + me.block_size]),
-            edge_extra=lease.extras[edge] if edge < len(lease.extras) else b"",
-            engine_id=me.engine_id,
-            host=me.host,
-            port=me.port,
-            tp_size=me.tp_size,
-            dcp_size=me.dcp_size,
-            pp_size=me.pp_size,
-        )
+        return prove(claim, lease, self._identity)
 
     def _snapshot(self) -> Leases:
         return Leases(
@@ -245,6 +273,9 @@ class LeaseService:
         with self._lock:
             self._book.expire(now=now)
             events = self._book.take_events()
+        self._feed(events, now=now)
+
+    def _feed(self, events: Iterable[LeaseEvent], *, now: float) -> None:
         silent = [peer for peer, end in self._subscribers.items() if end <= now]
         for peer in silent:
             del self._subscribers[peer]

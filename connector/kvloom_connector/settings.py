@@ -3,7 +3,8 @@
 Names are upstream's where upstream has the setting.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -19,6 +20,11 @@ UPSTREAM_KEYS: Final = frozenset(
         "num_threads",
     }
 )
+
+MAX_LEASE_TTL_S: Final = 7 * 86_400.0
+"""The longest lease, granted or renewed."""
+MAX_CLAIM_LIFETIME_S: Final = 3600.0
+"""The longest that a reader may keep a lease from ending."""
 
 
 class SettingsError(ValueError):
@@ -74,25 +80,58 @@ class ConnectorSettings:
         return settings
 
     def _check(self) -> None:
-        bounds = {
-            "decoder_kv_blocks_ttl": self.decoder_kv_blocks_ttl > 0,
-            "kv_recompute_threshold": self.kv_recompute_threshold >= 0,
-            "lease_port": 0 <= self.lease_port <= 65535,
-            "claim_timeout_s": 0 < self.claim_timeout_s <= 60,
-            "claim_lifetime_s": self.claim_lifetime_s > 0,
-            "max_leased_fraction": 0 <= self.max_leased_fraction <= 1,
-            "nixl_progress_delay_us": (self.nixl_progress_delay_us or 0) >= 0,
-        }
-        for name, is_ok in bounds.items():
+        for name, is_ok, rule in self._rules():
             if not is_ok:
-                raise SettingsError(f"{name}={getattr(self, name)!r} is out of range")
+                raise SettingsError(
+                    f"{name}={getattr(self, name)!r} is out of range: it must be {rule}"
+                )
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        ttl, lifetime = self.decoder_kv_blocks_ttl, self.claim_lifetime_s
+        yield (
+            "decoder_kv_blocks_ttl",
+            0 < ttl <= MAX_LEASE_TTL_S,
+            f"more than 0 and at most {MAX_LEASE_TTL_S:.0f} seconds",
+        )
+        yield (
+            "kv_recompute_threshold",
+            self.kv_recompute_threshold >= 0,
+            "0 tokens or more",
+        )
+        yield "lease_host", bool(self.lease_host), "a host name or address"
+        yield "lease_port", 0 <= self.lease_port <= 65535, "from 0 to 65535"
+        yield (
+            "claim_timeout_s",
+            0 < self.claim_timeout_s <= 60,
+            "more than 0 and at most 60 seconds",
+        )
+        yield (
+            # A claim of which more than half is over is not used any more.
+            "claim_lifetime_s",
+            2 * self.claim_timeout_s < lifetime <= MAX_CLAIM_LIFETIME_S,
+            f"more than twice claim_timeout_s ({self.claim_timeout_s}) and at most "
+            f"{MAX_CLAIM_LIFETIME_S:.0f} seconds",
+        )
+        yield "max_leased_fraction", 0 <= self.max_leased_fraction <= 1, "from 0 to 1"
+        yield (
+            "nixl_progress_delay_us",
+            0 <= (self.nixl_progress_delay_us or 0) <= 1_000_000,
+            "from 0 to 1000000 microseconds",
+        )
 
 
 def _typed(name: str, value: object, default: object) -> Any:
     """``value`` in the type of ``default``; ints pass for floats."""
     want = int if default is None else type(default)
     if want is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return _as_float(value)
     if type(value) is want or (default is None and value is None):
         return value
     raise SettingsError(f"{name} must be {want.__name__}, not {value!r}")
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

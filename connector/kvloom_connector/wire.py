@@ -19,5 +19,6 @@ def decode(op: bytes, body: bytes) -> Any | None:
         return None
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except (msgspec.DecodeError, RecursionError):
+        # The latter: nested so deep that nobody meant it.
         return None

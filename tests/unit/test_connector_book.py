@@ -2,17 +2,19 @@
 
 from array import array
 from collections import Counter
+from dataclasses import dataclass, field
 from itertools import product
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvloom.protocol import LeaseState
 from kvloom_connector.book import LeaseBook
 from kvloom_connector.lease import ENDINGS, TRANSITIONS, Lease, Step, advance
 
-from kvloom.protocol import LeaseState
-
+GRANTED, CLAIMED = LeaseState.GRANTED, LeaseState.CLAIMED
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
 CLAIMS = st.sampled_from(["x", "y", "z"])
 BLOCKS = st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True)
@@ -32,6 +34,16 @@ def lease(name="a", blocks=(1, 2), *, deadline=100.0):
     )
 
 
+@dataclass
+class Held:
+    """What the model knows of one live lease, apart from the book."""
+
+    lease: Lease
+    deadline: float
+    claims: dict[str, float] = field(default_factory=dict)
+    is_ending: bool = False
+
+
 class BookMachine(RuleBasedStateMachine):
     """Any order of steps, beside a model that counts every block by hand."""
 
@@ -40,7 +52,7 @@ class BookMachine(RuleBasedStateMachine):
         self.now = 1000.0
         self.seq = 0
         self.heard = {}  # what a reader of the feed believes
-        self.live = {}  # in the order of granting
+        self.live = {}  # name → Held, in the order of granting
         self.ended = []  # out of the book, blocks not taken back yet
         self.refs = Counter()  # references that leases hold on the pool's blocks
 
@@ -49,86 +61,86 @@ class BookMachine(RuleBasedStateMachine):
         self.max_blocks = max_blocks
         self.book = LeaseBook(max_blocks=max_blocks)
 
-    def blocks_of(self, leases):
-        return set().union(*(one.block_ids() for one in leases))
+    def open_lease(self, name):
+        """The lease that may be claimed or renewed now."""
+        held = self.live.get(name)
+        is_open = held and not held.is_ending and held.deadline > self.now
+        return held if is_open else None
 
-    def can_claim(self, name):
-        one = self.live.get(name)
-        return one is not None and one.ending is None and one.deadline > self.now
+    def unclaimed(self):
+        return [name for name, held in self.live.items() if not held.claims]
 
     def end(self, name):
-        self.ended.append(self.live.pop(name))
-
-    def expect_end(self, name, *, is_claimed):
-        """The model of an ending: now, or when the last claim is over."""
-        if not is_claimed:
-            self.end(name)
+        self.ended.append(self.live.pop(name).lease)
 
     @rule(name=NAMES, blocks=BLOCKS, ttl=SPANS)
     def grant(self, name, blocks, ttl):
         new = lease(name, blocks, deadline=self.now + ttl)
         is_free = name not in self.live
-        unclaimed = [n for n, one in self.live.items() if not one.claims]
-        claimed = [one for one in self.live.values() if one.claims]
-        fits = len(self.blocks_of([*claimed, new])) <= self.max_blocks
+        claimed = [held.lease for held in self.live.values() if held.claims]
+        fits = len(blocks_of([*claimed, new])) <= self.max_blocks
         why = self.book.grant(new, now=self.now)
         assert (why is None) == (is_free and fits)
         if why is not None:
             return
         # The oldest go first, and no more of them than it takes.
-        while len(self.blocks_of([*self.live.values(), new])) > self.max_blocks:
-            self.end(unclaimed.pop(0))
-        self.live[name] = new
+        while len(blocks_of([*self.leases(), new])) > self.max_blocks:
+            self.end(self.unclaimed()[0])
+        self.live[name] = Held(new, self.now + ttl)
         self.refs.update(blocks)
+
+    def leases(self):
+        return [held.lease for held in self.live.values()]
 
     @rule(name=NAMES, claim=CLAIMS, timeout=SPANS)
     def claim(self, name, claim, timeout):
-        expected = self.live[name] if self.can_claim(name) else None
+        held = self.open_lease(name)
         found = self.book.claim(name, claim, now=self.now, timeout_s=timeout)
-        assert found is expected
+        assert found is (held.lease if held else None)
+        if held:
+            held.claims[claim] = self.now + timeout
 
     @rule(name=NAMES, claim=CLAIMS)
     def unclaim(self, name, claim):
-        one = self.live.get(name)
-        has_claim = one is not None and claim in one.claims
-        is_last = has_claim and len(one.claims) == 1
-        ending = one.ending if one else None
+        held = self.live.get(name)
+        has_claim = held is not None and claim in held.claims
         assert self.book.unclaim(name, claim) == has_claim
-        if is_last and ending is not None:
-            self.end(name)
+        if has_claim:
+            del held.claims[claim]
+            if held.is_ending and not held.claims:
+                self.end(name)
 
     @rule(name=NAMES)
     def release(self, name):
-        is_live = name in self.live
-        is_claimed = is_live and bool(self.live[name].claims)
-        assert self.book.release(name) == is_live
-        if is_live:
-            self.expect_end(name, is_claimed=is_claimed)
+        held = self.live.get(name)
+        assert self.book.release(name) == (held is not None)
+        if held and held.claims:
+            held.is_ending = True
+        elif held:
+            self.end(name)
 
     @rule(name=NAMES, ttl=SPANS)
     def renew(self, name, ttl):
-        can = self.can_claim(name)
-        assert self.book.renew(name, now=self.now, ttl_s=ttl) == can
-        assert not can or self.live[name].deadline == self.now + ttl
+        held = self.open_lease(name)
+        assert self.book.renew(name, now=self.now, ttl_s=ttl) == (held is not None)
+        if held:
+            held.deadline = self.now + ttl
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 25.0]))
     def expire(self, seconds):
         self.now += seconds
-        over = [
-            name
-            for name, one in self.live.items()
-            if all(end <= self.now for end in one.claims.values())
-            and (one.deadline <= self.now or one.ending is not None)
-        ]
         self.book.expire(now=self.now)
-        for name in over:
-            self.end(name)
+        for name, held in list(self.live.items()):
+            held.claims = {c: end for c, end in held.claims.items() if end > self.now}
+            held.is_ending = held.is_ending or held.deadline <= self.now
+            if held.is_ending and not held.claims:
+                self.end(name)
         upcoming = self.book.next_deadline()
         assert upcoming is None or upcoming > self.now
 
     @rule()
     def evict(self):
-        unclaimed = [n for n, one in self.live.items() if not one.claims]
+        unclaimed = self.unclaimed()
         assert self.book.evict() == bool(unclaimed)
         if unclaimed:
             self.end(unclaimed[0])
@@ -152,35 +164,39 @@ class BookMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_reference_is_accounted_for(self):
-        holders = [*self.live.values(), *self.ended]
+        holders = [*self.leases(), *self.ended]
         assert +self.refs == Counter(b for one in holders for b in one.block_ids())
 
     @invariant()
     def cap_counts_a_shared_block_once(self):
-        assert self.book.num_blocks == len(self.blocks_of(self.live.values()))
+        assert self.book.num_blocks == len(blocks_of(self.leases()))
         assert self.book.num_blocks <= self.max_blocks
 
     @invariant()
-    def feed_tells_what_is_listed(self):
+    def listing_shows_what_lives(self):
+        records = self.book.records()
+        assert {r.lease_id: (r.state, r.deadline_unix) for r in records} == {
+            name: (CLAIMED if held.claims else GRANTED, held.deadline)
+            for name, held in self.live.items()
+            if not held.is_ending
+        }
+
+    @invariant()
+    def feed_has_no_gap_and_tells_what_is_listed(self):
         for event in self.book.take_events():
             self.seq += 1
             assert event.seq == self.seq
-            if event.state in (LeaseState.GRANTED, LeaseState.CLAIMED):
+            if event.state in (GRANTED, CLAIMED):
                 self.heard[event.lease_id] = (event.state, event.deadline_unix)
             elif event.state is LeaseState.DECLINED:
-                is_listed = event.lease_id in {r.lease_id for r in self.book.records()}
-                assert not is_listed
+                assert event.lease_id not in {r.lease_id for r in self.book.records()}
             else:
                 del self.heard[event.lease_id]
         assert self.book.seq == self.seq
-        records = {
-            r.lease_id: (r.state, r.deadline_unix) for r in self.book.records()
-        }
-        listed = [n for n, one in self.live.items() if one.ending is None]
-        assert list(records) == listed
-        # A lease that waits for its readers to end is told of when it ends.
-        assert {n: s for n, s in self.heard.items() if n in records} == records
+        # A lease that waits for its readers to end is told of when it has ended.
         assert set(self.heard) == set(self.live)
+        for record in self.book.records():
+            assert self.heard[record.lease_id] == (record.state, record.deadline_unix)
 
     def teardown(self):
         """At the end of any story every lease's blocks come back, once."""
@@ -188,12 +204,16 @@ class BookMachine(RuleBasedStateMachine):
             return
         self.now += 1000.0
         self.book.expire(now=self.now)
-        self.ended.extend(self.live.values())
-        self.live.clear()
+        self.ended += self.leases()
         taken = self.book.take_freed()
         assert Counter(map(id, taken)) == Counter(map(id, self.ended))
         assert self.book.num_blocks == 0
         assert self.book.next_deadline() is None
+
+
+def blocks_of(leases):
+    """The distinct blocks of some leases."""
+    return set().union(*(one.block_ids() for one in leases))
 
 
 class TestBook(BookMachine.TestCase):
@@ -284,7 +304,7 @@ def test_the_book_shows_itself():
     assert repr(book) == "<LeaseBook {'granted': 1}, 2/7 blocks, 0 to free, seq 1>"
 
 
-@pytest.mark.parametrize(("state", "step"), product(LeaseState, Step))
+@pytest.mark.parametrize(("state", "step"), list(product(LeaseState, Step)))
 def test_the_table_is_the_whole_life_of_a_lease(state, step):
     """What the table does not have is a bug of ours, said as such."""
     if (state, step) in TRANSITIONS:

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+
+from kvloom.protocol import DIGEST_BYTES, Claim, Claimed
 from kvloom_connector.digest import (
     common_prefix_len,
     common_rungs,
@@ -12,8 +14,6 @@ from kvloom_connector.digest import (
 )
 from kvloom_connector.lease import Lease
 from kvloom_connector.service import EngineIdentity, prove
-
-from kvloom.protocol import DIGEST_BYTES, Claim, Claimed
 
 # Few different ids, so that different histories agree now and then.
 TOKENS = st.lists(st.integers(0, 2), max_size=40)

@@ -33,7 +33,7 @@ def run(stream: bytes, cuts: list[int], handle: str | None) -> bytes:
     return out + splicer.finish(None)
 
 
-values = st.dictionaries(
+values: st.SearchStrategy[dict[str, object]] = st.dictionaries(
     st.sampled_from(["id", "delta", "usage", "finish_reason", "choices", "error"]),
     st.sampled_from([None, "stop", "[DONE]", [], "a\u2028b", {"x": 1.0}]),
     max_size=3,

@@ -34,7 +34,7 @@ class Pair:
 
     def __init__(self, **options: Any) -> None:
         self.fabric = FakeFabric()
-        options = {"block_size": SIZE, "claim_wait_s": 0.05, **options}
+        options = {"block_size": SIZE, "claim_wait_s": 5.0, **options}
         self.p = FakeEngine("prefill", fabric=self.fabric, **options)
         self.d = FakeEngine("decode", fabric=self.fabric, **options)
 
@@ -74,7 +74,6 @@ class Pair:
         answer = await post(self.d, {"max_tokens": 64, **body})
         self.p.check_integrity()
         self.d.check_integrity()
-        assert self.p.pool.num_held == 0
         return answer["choices"][0]["text"], outcome
 
 
@@ -101,6 +100,7 @@ async def test_a_returned_turn_answers_as_a_fresh_engine() -> None:
         assert outcome == PrefillOutcome(local_tokens=0, returned_tokens=0)
         pair.p.lose_cache()
         follow_up = f"{STORY}{first}\nAnd then?"
+        assert pair.p.pool.num_held == 0
         second, outcome = await pair.turn(follow_up, lease=pair.lease("t1"))
         held = pair.d.leases.book.records()[0].num_tokens
         assert outcome == PrefillOutcome(local_tokens=0, returned_tokens=held)
@@ -191,7 +191,7 @@ async def test_another_salt_or_adapter_is_another_history(
 
 
 async def test_every_failed_return_is_computed_locally() -> None:
-    """Refused, late, unreachable or broken: the answer is right all the same."""
+    """Refused or broken: the answer is right all the same, and it says why."""
     async with Pair() as pair:
         await pair.turn(STORY, turn_id="t1")
         lease, right = pair.lease("t1"), await fresh(STORY + "!")
@@ -203,12 +203,6 @@ async def test_every_failed_return_is_computed_locally() -> None:
             return outcome.why
 
         assert await why(pair.lease("nobody")) == Reason.CLAIM_REFUSED
-        dead = LeaseRef(lease_id="t1", address="tcp://127.0.0.1:9")
-        assert await why(dead) == Reason.CLAIM_LATE
-        assert await why(LeaseRef(lease_id="t1", address="?")) == Reason.CLAIM_LATE
-        pair.d.leases.is_mute = True
-        assert await why(lease) == Reason.CLAIM_LATE
-        pair.d.leases.is_mute = False
         pair.fabric.is_cut = True
         pair.p.lose_cache()
         _, outcome = await pair.prefill(STORY + "!", lease)
@@ -217,6 +211,19 @@ async def test_every_failed_return_is_computed_locally() -> None:
         _, outcome = await pair.prefill(STORY + "!", lease)
         assert outcome.why == Reason.ALREADY_LOCAL
         assert pair.d.leases.book.records()[0].state is LeaseState.GRANTED
+
+
+async def test_a_claim_that_is_not_answered_is_late() -> None:
+    """A stuck or dead decode engine, or a bad address, stops no prompt."""
+    async with Pair(claim_wait_s=0.01) as pair:
+        await pair.turn(STORY, turn_id="t1")
+        right = await fresh(STORY + "!")
+        pair.d.leases.is_mute = True
+        for address in (pair.d.lease_address, "tcp://127.0.0.1:9", "?"):
+            pair.p.lose_cache()
+            ref = LeaseRef(lease_id="t1", address=address)
+            text, outcome = await pair.turn(STORY + "!", lease=ref)
+            assert (text, outcome.why) == (right, Reason.CLAIM_LATE)
 
 
 async def test_too_little_is_not_pulled() -> None:
@@ -285,7 +292,7 @@ async def test_the_book_has_a_cap() -> None:
 
 async def test_requests_wait_for_blocks_that_are_pinned() -> None:
     """Prefill keeps a prompt's blocks for decode; another prompt waits for them."""
-    async with Pair(num_blocks=40, max_model_len=640) as pair:
+    async with Pair(num_blocks=30, max_model_len=480) as pair:
         answer, _ = await pair.prefill(STORY)
         waiting = asyncio.create_task(pair.prefill("other " + STORY))
         await pair.p.changes.until(lambda: pair.p.core.num_waiting == 1)

@@ -97,6 +97,7 @@ class EngineCore:
         """
         turn = await self._admitted(ask, index)
         self.num_running += 1
+        self._changes.notify()
         try:
             yield turn
         finally:
@@ -109,6 +110,7 @@ class EngineCore:
 
     async def _admitted(self, ask: Ask, index: int) -> Turn:
         self.num_waiting += 1
+        self._changes.notify()
         try:
             while True:
                 turn = await self._try_admit(ask, index)

@@ -227,8 +227,9 @@ def _check_common(body: Mapping[str, Any]) -> None:
     )
     _check_salt(body.get("cache_salt"))
     _check_response_format(body.get("response_format"))
-    stop = body.get("stop") or []
-    _require("" not in stop or stop == "", "stop cannot contain an empty string.")
+    stop = body.get("stop")
+    empty = "" in stop if isinstance(stop, list) else stop == ""
+    _require(not empty, "stop cannot contain an empty string.")
 
 
 def _check_salt(salt: object) -> None:

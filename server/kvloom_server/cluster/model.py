@@ -201,7 +201,9 @@ def convert_apart(gguf: Path, folder: Path, progress: Progress) -> None:
     Raises:
         ModelUnavailableError: the conversion failed.
     """
-    command = [sys.executable, "-m", __spec__.name, str(gguf), str(folder)]
+    python = [sys.executable, "-m"]
+    leash = [*python, f"{__spec__.parent}.leash", str(os.getpid())]
+    command = [*leash, *python, __spec__.name, str(gguf), str(folder)]
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         code = _run(command, environ, log.fileno(), progress)

@@ -12,6 +12,7 @@ import msgspec
 from .engines import Engines
 from .errors import BadRequestError, RouterError, no_engine
 from .exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
+from .feed import Feeds
 from .job import EngineAnswerError
 from .metrics import METRICS_CONTENT_TYPE, Metrics
 from .request import Api, parse_turn
@@ -28,6 +29,7 @@ class RouterApp:
         self,
         *,
         engines: Engines,
+        feeds: Feeds,
         conductor: Conductor,
         metrics: Metrics,
         running: Callable[[], AbstractAsyncContextManager[None]],
@@ -35,6 +37,7 @@ class RouterApp:
     ) -> None:
         """``running`` is entered at start-up and left at shutdown."""
         self._engines = engines
+        self._feeds = feeds
         self._conductor = conductor
         self._metrics = metrics
         self._running = running
@@ -119,8 +122,12 @@ class RouterApp:
 
     async def _health(self, client: Exchange) -> str:
         is_up = any(engine.is_up for engine in self._engines.decode)
-        report = {"status": "ok" if is_up else "no_decode_engine"}
-        body = msgspec.json.encode(report | self._engines.report())
+        report = {
+            "status": "ok" if is_up else "no_decode_engine",
+            **self._engines.report(),
+            "lease_feeds": self._feeds.report(),
+        }
+        body = msgspec.json.encode(report)
         await client.reply(200 if is_up else 503, (JSON,), body)
         return "ok"
 

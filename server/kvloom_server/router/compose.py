@@ -64,12 +64,14 @@ def build_app(
             if reach is own:
                 await stack.enter_async_context(own)
             await stack.enter_async_context(parts.engines.watched())
-            await stack.enter_async_context(parts.feeds.running())
+            up = {engine.name for engine in parts.engines if engine.is_up}
+            await stack.enter_async_context(parts.feeds.running(up))
             stack.push_async_callback(prefill.close)
             yield
 
     return RouterApp(
         engines=parts.engines,
+        feeds=parts.feeds,
         conductor=_conductor(parts, prefill),
         metrics=parts.metrics,
         running=running,

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
 
@@ -40,6 +40,10 @@ REPLY_S: Final = 2.0
 """A lease service that is silent for so long is connected to anew."""
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
+
+START_S: Final = 1.0
+"""How long the router's start waits for engines that are up to list their
+leases, so that the first turns after a restart find them."""
 
 
 class FeedBrokenError(Exception):
@@ -83,8 +87,8 @@ class LeaseFeed:
         clock: Callable[[], float],
     ) -> None:
         self.engine = engine
-        self.is_live = False
-        """Whether what it says is complete right now."""
+        self.live = asyncio.Event()
+        """Set while what it says is complete."""
         self._address = address
         self._directory = directory
         self._announcements = announcements
@@ -110,7 +114,7 @@ class LeaseFeed:
                 log.info("engine=%s event=feed_lost why=%s", self.engine, error)
             finally:
                 self._socket = None
-                self.is_live = False
+                self.live.clear()
                 self._directory.feed_lost(self.engine)
                 socket.close()
             await self._pause(pause_s)
@@ -169,13 +173,13 @@ class LeaseFeed:
     def _take_snapshot(self, snapshot: Leases) -> None:
         self._seq = snapshot.seq
         let = self._directory.replace(self.engine, snapshot, self._clock())
-        if not self.is_live:
+        if not self.live.is_set():
             log.info(
                 "engine=%s event=feed_live leases=%d",
                 self.engine,
                 len(snapshot.leases),
             )
-        self.is_live = True
+        self.live.set()
         for record in snapshot.leases:
             self._announce(record.lease_id)
         self._let_go(let)
@@ -185,7 +189,7 @@ class LeaseFeed:
         if event.seq <= self._seq:
             return True  # the snapshot has it
         if event.seq != self._seq + 1:
-            self.is_live = False
+            self.live.clear()
             return False
         self._seq = event.seq
         let = self._directory.apply(self.engine, event, self._clock())
@@ -231,7 +235,14 @@ class Feeds:
     def is_live(self, engine: str) -> bool:
         """Whether the engine's leases are announced at once."""
         feed = self._feeds.get(engine)
-        return feed is not None and feed.is_live
+        return feed is not None and feed.live.is_set()
+
+    def report(self) -> dict[str, str]:
+        """What ``GET /health`` shows, by engine."""
+        return {
+            name: "live" if feed.live.is_set() else "broken"
+            for name, feed in self._feeds.items()
+        }
 
     def kick(self, engine: str) -> None:
         if engine in self._feeds:
@@ -245,20 +256,32 @@ class Feeds:
                 self._feeds[let.engine].release(let.lease_id)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Follow all engines in the background."""
+    async def running(self, up: Collection[str]) -> AsyncIterator[None]:
+        """Follow all engines in the background.
+
+        Args:
+            up: names of those that are up: their leases are waited for.
+        """
         context = zmq.asyncio.Context()
         tasks = [
             asyncio.create_task(feed.run(context), name=f"kvloom-feed-{name}")
             for name, feed in self._feeds.items()
         ]
         try:
+            await self._listed(up)
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             context.term()
+
+    async def _listed(self, up: Collection[str]) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                for name, feed in self._feeds.items():
+                    if name in up:
+                        await feed.live.wait()
 
 
 def _send(socket: zmq.asyncio.Socket, message: object) -> None:
