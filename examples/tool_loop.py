@@ -13,7 +13,6 @@ after every turn, as a busy or another prefill engine has.
 import argparse
 import json
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +24,10 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
 from langchain_core.messages import AIMessage
 from langchain_core.tools import tool
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from kvloom.langchain import ChatKVLoom
 
@@ -126,13 +127,15 @@ class Forgetting(AgentMiddleware):
             forget(url)
 
 
-def forget(url: str, patience_s: float = 30.0) -> None:
+@retry(
+    retry=retry_if_result(lambda is_done: not is_done),
+    wait=wait_fixed(0.05),
+    stop=stop_after_delay(30),
+)
+def forget(url: str) -> bool:
     """Reset one engine's prefix cache, once nobody reads its blocks any more."""
-    end = time.monotonic() + patience_s
-    while not httpx.post(f"{url}/reset_prefix_cache").json()["success"]:
-        if time.monotonic() > end:
-            raise SystemExit(f"{url} still holds blocks after {patience_s:.0f} s")
-        time.sleep(0.05)
+    answer = httpx.post(f"{url}/reset_prefix_cache").raise_for_status()
+    return bool(answer.json()["success"])
 
 
 def travel_agent(model: ChatKVLoom, *middleware: AgentMiddleware) -> Any:
@@ -224,21 +227,22 @@ def common_prefix_len(a: list[int], b: list[int]) -> int:
 
 def show(console: Console, title: str, table: list[dict[str, Any]]) -> None:
     """One table a case."""
-    view = Table(title=title)
-    for heading in ("turn", "plan (reason)"):
-        view.add_column(heading)
-    for heading in ("prompt", "common", "P's own", "returned", "computed"):
-        view.add_column(heading, justify="right")
-    view.add_column("TTFT off → on", justify="right")
-    view.add_column("ratio", justify="right")
+    view = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    view.add_column("turn", justify="right")
+    view.add_column("plan: reason", no_wrap=True)
+    for heading in ("prompt", "common", "own", "returned", "computed", "TTFT off"):
+        view.add_column(heading, justify="right", no_wrap=True)
+    view.add_column("→ on", justify="right", no_wrap=True)
+    view.add_column("ratio", justify="right", no_wrap=True)
     for row in table:
         off, on = row["ttft_off_ms"], row["ttft_on_ms"]
+        names = ("prompt", "common", "local", "returned", "computed")
         view.add_row(
             str(row["turn"]),
-            f"{row['plan']} ({row['reason']})",
-            *(str(row[f"{n}_tokens"]) for n in ("prompt", "common", "local")),
-            *(str(row[f"{n}_tokens"]) for n in ("returned", "computed")),
-            f"{off:.0f} → {on:.0f} ms",
+            f"{row['plan']}: {row['reason']}",
+            *(str(row[f"{name}_tokens"]) for name in names),
+            f"{off:.0f} ms",
+            f"{on:.0f} ms",
             f"{off / on:.1f} x",
         )
     console.print(view)
@@ -252,8 +256,9 @@ def main() -> int:
     parser.add_argument("--prefill", action="append", default=[], metavar="URL")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    console = Console()
-    answers, cases = [], []
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    answers: list[list[list[int]]] = []
+    cases: list[dict[str, Any]] = []
     for cache in ["kept", "lost"] if args.prefill else ["kept"]:
         args.is_forgetting = cache == "lost"
         console.print(f"playing with prefill's cache {cache}: returns off, then on …")

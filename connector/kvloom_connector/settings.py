@@ -12,8 +12,6 @@ from typing import Any, Final
 UPSTREAM_KEYS: Final = frozenset(
     {
         "backends",
-        "backpressure",
-        "enable_telemetry",
         "enforce_handshake_compat",
         "engine_ttl",
         "kv_lease_duration",

@@ -39,9 +39,7 @@ def test_cached_tokens_are_the_common_blocks(first: list[int], then: list[int]) 
     found = pool.cached_prefix(digests(then))
     common = common_length(first, then)
     assert len(found) == min(common, len(first) // SIZE * SIZE) // SIZE
-    assert [t for block in pool.read(found) for t in block] == then[
-        : len(found) * SIZE
-    ]
+    assert [t for block in pool.read(found) for t in block] == then[: len(found) * SIZE]
     pool.check_integrity()
 
 

@@ -324,9 +324,7 @@ async def test_a_restart_keeps_the_address_and_nothing_else() -> None:
         assert pair.d.engine_id != before[0]
         assert pair.d.leases.boot_id != before[1]
         pair.p.lose_cache()
-        _, outcome = await pair.prefill(
-            STORY, LeaseRef(lease_id="t1", address=address)
-        )
+        _, outcome = await pair.prefill(STORY, LeaseRef(lease_id="t1", address=address))
         assert outcome.why == Reason.CLAIM_REFUSED
 
 

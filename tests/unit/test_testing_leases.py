@@ -92,9 +92,7 @@ def lease(engine: FakeEngine, lease_id: str = "turn") -> LeaseService:
     assert blocks is not None
     for i, block in enumerate(blocks):
         engine.pool.write(block, IDS[i * SIZE : (i + 1) * SIZE])
-    offer = Offer(
-        lease_id=lease_id, token_ids=IDS, blocks=tuple(blocks), extra=EXTRA
-    )
+    offer = Offer(lease_id=lease_id, token_ids=IDS, blocks=tuple(blocks), extra=EXTRA)
     engine.leases.grant(offer)
     engine.pool.release(blocks)
     return engine.leases

@@ -133,9 +133,7 @@ def test_an_answer_keeps_its_limits(
 ) -> None:
     """``max_tokens`` is never passed, ``min_tokens`` and ``ignore_eos`` hold."""
     min_tokens = min(min_tokens, max_tokens)
-    limits = Limits(
-        max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos
-    )
+    limits = Limits(max_tokens=max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos)
     output = limited(pieces_of(answer), limits, seed=7)
     assert min_tokens <= len(output.pieces) <= max_tokens
     assert (output.finish_reason == "stop") == (output.token_ids[-1] == EOS)
