@@ -1,11 +1,12 @@
 """The scheduler half: leases on decode, verified returns on prefill."""
 
+import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvloom.protocol import ENGINE_KEY, lease_of, turn_of
+from kvloom.protocol import handover, lease_of, prompt_mark_of, turn_of
 
 from .book import LeaseBook
 from .claims import ClaimDesk
@@ -20,7 +21,10 @@ from .vllm_hooks import (
     extra_digests,
     finish_reason,
     num_valid_tokens,
+    prompt_mark,
 )
+
+logger = logging.getLogger("vllm.kvloom")
 
 LEASE_PORT_OFFSET = 1000
 READ_MARK = "kvloom-read"
@@ -107,11 +111,28 @@ class LeasingScheduler(NixlPullConnectorScheduler):
 
     def on_new_request(self, request: Any) -> None:
         """Drop what could make stock code read blocks that nobody verified."""
-        params = request.kv_transfer_params
-        if params and params.get("do_remote_decode"):
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode"):
             for key in _REMOTE_KEYS:
                 params.pop(key, None)
+        if params.get("do_remote_prefill") and not self._is_same_prompt(request):
+            logger.warning(
+                "prefill and decode made different prompts of one request, so decode "
+                "computes its own: do their flags for tools and templates differ?"
+            )
+            self._decline_handover(request, params)
         super().on_new_request(request)
+
+    def _is_same_prompt(self, request: Any) -> bool:
+        """Whether prefill computed this prompt; stock prefill does not say."""
+        mark = prompt_mark_of(request.kv_transfer_params)
+        return mark is None or mark == prompt_mark(request)
+
+    def _decline_handover(self, request: Any, params: dict[str, Any]) -> None:
+        # As stock code does for a request that is aborted early: nothing to
+        # read, but prefill is told that it can free the blocks.
+        self._reqs_need_recv[request.request_id] = (request, [], (), False)
+        params["do_remote_prefill"] = False
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -212,12 +233,15 @@ class LeasingScheduler(NixlPullConnectorScheduler):
     def _finish_prefill(
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        delay_free, handover = super().request_finished(request, block_ids)
+        delay_free, params = super().request_finished(request, block_ids)
         self._num_local.pop(request.request_id, None)
         outcome = self._returns.finish(request.request_id)
-        if handover is not None and outcome is not None:
-            handover[ENGINE_KEY] = outcome.as_json()
-        return bool(delay_free), handover
+        if params is None:
+            return bool(delay_free), None
+        # Where stock code cut the prompt for decode's sake, the two differ.
+        is_whole = not request.kv_transfer_params.get("_p_side_truncated")
+        mark = prompt_mark(request) if is_whole else None
+        return bool(delay_free), handover(params, outcome=outcome, prompt_mark=mark)
 
     def _grant(
         self, request: Any, block_ids: Sequence[Sequence[int]], turn_id: str

@@ -5,6 +5,7 @@ is held against the installed vLLM by a test (``tests/unit/test_connector_hooks.
 """
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -27,10 +28,13 @@ __all__ = [
     "finish_reason",
     "is_on_cpu",
     "num_valid_tokens",
+    "prompt_mark",
 ]
 
 SUPPORTED: Final = (0, 32)
 """vLLM's major and minor version that this connector was made and tested for."""
+
+MARK_CHUNK: Final = 256
 
 # Where a request's KV is sound after it finished: it stopped by itself.
 _SOUND: Final = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -103,6 +107,22 @@ def extra_digests(
         )
         digests.append(b"" if keys is None else _digest(keys))
     return tuple(digests)
+
+
+def prompt_mark(request: Request) -> str | None:
+    """A digest of a prompt and all that shapes its KV; the same on any engine.
+
+    ``None`` for prompts that are not token ids.
+    """
+    tokens = request.prompt_token_ids
+    if not tokens or request.prompt_embeds is not None:
+        return None
+    mark = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"kvloom-prompt")
+    mark.update(array("i", tokens).tobytes())
+    # In chunks of our own: the engines' block sizes may differ.
+    extras = extra_digests(request, num_tokens=len(tokens), block_size=MARK_CHUNK)
+    mark.update(b"".join(extra.ljust(DIGEST_BYTES, b"\0") for extra in extras))
+    return mark.hexdigest()
 
 
 def _digest(keys: tuple[Any, ...]) -> bytes:

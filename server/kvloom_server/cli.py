@@ -118,7 +118,7 @@ async def _hold(settings: UpSettings, ready: Path | None, console: Console) -> i
 
 
 def _announce(running: RunningCluster, console: Console) -> None:
-    console.print(f"\nup: {running.url}  model: {running.model.served_name}")
+    console.print(f"\nup: {running.url}  model: {running.model}")
     console.print("In another terminal:", highlight=False)
     console.print(f"  export OPENAI_BASE_URL={running.url}/v1 OPENAI_API_KEY=none")
     console.print("Ctrl-C stops all of it.", highlight=False)

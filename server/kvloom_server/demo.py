@@ -41,7 +41,7 @@ async def run_demo(
             sys.executable,
             str(_example()),
             f"--base-url={running.url}/v1",
-            f"--model={running.model.served_name}",
+            f"--model={running.model}",
             *(f"--prefill={url}" for url in running.urls(Role.PREFILL)),
         ]
         if json is not None:

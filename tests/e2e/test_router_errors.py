@@ -1,10 +1,10 @@
 """Bad requests: a clear error of the client's usual type, and nothing changes."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from e2e.test_router_stage import (
@@ -18,8 +18,10 @@ from e2e.test_router_stage import (
     staged,
 )
 
-from kvloom_server.router import RouterServer
+from kvloom.testing import FakeCluster
+from kvloom_server.router import RouterServer, build_app
 from kvloom_server.router.server import RouterStartError
+from kvloom_server.router.upstream import UpstreamRequest, UpstreamResponse
 from kvloom_server.settings import EngineSpec, RouterSettings
 
 pytestmark = pytest.mark.anyio
@@ -36,6 +38,13 @@ async def refused(
     with pytest.raises(kind) as caught:
         await stage.turn(options.pop("messages", opening()), **options)
     return caught.value
+
+
+class BuggyUpstream:
+    """Fails as no engine does."""
+
+    async def send(self, request: UpstreamRequest) -> UpstreamResponse:
+        raise RuntimeError(request.url)
 
 
 def nothing_changed(stage: Stage) -> None:
@@ -210,12 +219,31 @@ async def test_a_taken_port_stops_the_start() -> None:
 
 async def test_a_failing_start_is_an_error() -> None:
     """A router whose own parts do not start raises, and leaves nothing open."""
-    bad = EngineSpec(url="http://127.0.0.1:1", lease_address="tcp://not an address")
-    router = RouterServer(RouterSettings(port=0, decode=(bad,)))
+    settings = RouterSettings(port=0, decode=(EngineSpec(url="http://127.0.0.1:1"),))
+    app = build_app(settings, upstream=BuggyUpstream())
+    router = RouterServer(settings, app=app)
     with pytest.raises(RouterStartError):
         await router.start()
-    del router
-    await asyncio.sleep(0)
+
+
+async def test_a_wrong_lease_address_costs_the_returns_and_nothing_else() -> None:
+    """A mistyped lease service is seen on the health page; turns go on."""
+    async with FakeCluster() as cluster:
+        decode = EngineSpec(url=cluster.decode[0].url, lease_address="tcp://no where")
+        prefill = EngineSpec(url=cluster.prefill[0].url)
+        router = RouterServer(
+            RouterSettings(port=0, prefill=(prefill,), decode=(decode,))
+        )
+        await router.start()
+        async with httpx.AsyncClient() as client:
+            health = (await client.get(router.url + "/health")).json()
+            assert health["lease_feeds"] == {"d0": "broken"}
+            body = {"messages": opening(), "max_tokens": 5}
+            answer = await client.post(
+                router.url + CHAT, json=body, headers=CONVERSATION
+            )
+            assert answer.status_code == 200
+        await router.stop()
 
 
 async def test_a_request_without_a_model_goes_to_the_engines_own() -> None:

@@ -24,6 +24,12 @@ from kvloom_server.settings import EngineSpec, RouterSettings
 
 MODEL = "fake-model"
 CONVERSATION = {"X-Session-ID": "conversation-1"}
+_SETTINGS = {
+    # Often enough to see a restart soon.
+    "health_interval_s": 0.05,
+    # A grant that is late on a busy machine is not what most tests are about.
+    "handle_wait_s": 10.0,
+}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 TOOLS: list[Any] = [
@@ -126,11 +132,7 @@ class Stage:
                 EngineSpec(url=d.url, lease_address=d.lease_address)
                 for d in cluster.decode
             ),
-            # Quick enough to see a restart, slow enough to do nothing else.
-            health_interval_s=0.05,
-            # A grant that is late on a busy machine is not what these tests
-            # are about.
-            **{"handle_wait_s": 10.0, **settings},
+            **(_SETTINGS | settings),
         )
         self._inner = AiohttpUpstream(connect_timeout_s=5.0, idle_timeout_s=60.0)
         self.upstream = TapingUpstream(self._inner)

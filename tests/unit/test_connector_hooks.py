@@ -1,7 +1,6 @@
 """What the connector leans on inside vLLM, held against the installed vLLM.
 
-An upgrade of vLLM that moves something fails here, with its name. No engine is
-started; importing vLLM takes its time, and only in this file.
+An upgrade that moves something fails here, with its name. No engine is started.
 """
 
 import inspect
@@ -142,8 +141,7 @@ def test_nixls_progress_thread_can_be_slowed():
     config = bindings.nixlAgentConfig()
     config.pthrDelay = 1000
     assert config.pthrDelay == 1000
-    made_with = wrapper.__init__.__code__.co_names
-    assert {"nixlBind", "nixlAgent"} <= set(made_with)
+    assert {"nixlBind", "nixlAgent"} <= set(wrapper.__init__.__code__.co_names)
     assert callable(wrapper.get_new_notifs)
     worker = looked_up(f"{NIXL}.base_worker:NixlBaseConnectorWorker.__init__")
     assert "nixl_wrapper" in worker.__code__.co_names
@@ -212,28 +210,21 @@ def request_of(tokens, *, request_id="r", **options):
     )
 
 
+# Tokens with the last sampled one, vLLM's count, placeholders, tokens with KV.
+ENDS = {
+    "sync_eos": (204, 203, 0, 203),
+    "length": (203, 202, 0, 202),
+    "async_eos": (204, 204, 1, 203),
+    "drafts_after_eos": (210, 211, 0, 209),
+    "async_drafts_after_eos": (210, 215, 6, 209),
+    "preempted": (100, 0, 0, 0),
+    "aborted_in_prefill": (100, 64, 0, 64),
+    "nothing_written": (100, 0, 1, 0),
+}
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "computed", "placeholders", "valid"),
-    [
-        (204, 203, 0, 203),
-        (203, 202, 0, 202),
-        (204, 204, 1, 203),
-        (210, 211, 0, 209),
-        (210, 215, 6, 209),
-        (100, 0, 0, 0),
-        (100, 64, 0, 64),
-        (100, 0, 1, 0),
-    ],
-    ids=[
-        "sync_eos",
-        "length",
-        "async_eos",
-        "drafts_after_eos",
-        "async_drafts_after_eos",
-        "preempted",
-        "aborted_in_prefill",
-        "nothing_written",
-    ],
+    ("num_tokens", "computed", "placeholders", "valid"), ENDS.values(), ids=ENDS
 )
 def test_only_tokens_whose_kv_exists_count(
     hooks, num_tokens, computed, placeholders, valid

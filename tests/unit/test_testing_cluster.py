@@ -24,6 +24,12 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+async def read(client: httpx.AsyncClient, url: str) -> None:
+    async with client.stream("POST", url + CHAT, json=BODY) as response:
+        async for _ in response.aiter_lines():
+            pass
+
+
 async def test_engines_have_addresses_and_share_a_fabric() -> None:
     """Each engine has its own ports, and reads the others' blocks."""
     async with FakeCluster(prefill=2, decode=2) as cluster:
@@ -78,11 +84,11 @@ async def test_a_kill_breaks_open_streams() -> None:
     async with FakeCluster() as cluster, httpx.AsyncClient() as client:
         server = cluster.decode[0]
         server.engine.faults.chunk_gate = asyncio.Semaphore(3)
+        reading = asyncio.create_task(read(client, server.url))
+        await server.engine.changes.until(server.engine.faults.chunk_gate.locked)
+        await server.kill()
         with pytest.raises(httpx.TransportError):
-            async with client.stream("POST", server.url + CHAT, json=BODY) as response:
-                async for _ in response.aiter_lines():
-                    if server.engine.faults.chunk_gate.locked():
-                        await server.kill()
+            await reading
 
 
 async def test_a_stream_can_die() -> None:
@@ -90,12 +96,8 @@ async def test_a_stream_can_die() -> None:
     async with FakeCluster() as cluster, httpx.AsyncClient() as client:
         server = cluster.decode[0]
         server.engine.faults.dies_after_chunks = 2
-        lines = []
         with pytest.raises(httpx.TransportError):
-            async with client.stream("POST", server.url + CHAT, json=BODY) as response:
-                async for line in response.aiter_lines():
-                    lines += [line] if line else []
-        assert len(lines) <= 2
+            await read(client, server.url)
         (event,) = server.engine.leases.events
         assert (event.state, event.reason) == (LeaseState.DECLINED, "aborted")
         whole = await client.post(server.url + CHAT, json=BODY)
@@ -129,22 +131,18 @@ async def test_a_client_that_goes_ends_its_turn(is_stream: bool) -> None:
     """A disconnect frees the blocks at once, and leases nothing."""
     async with FakeCluster() as cluster, httpx.AsyncClient() as client:
         engine = cluster.decode[0].engine
-        engine.faults.chunk_gate = asyncio.Semaphore(2)
-        gate = None if is_stream else asyncio.Event()
-        engine.faults.first_byte_gate = gate
-        url = cluster.decode[0].url + CHAT
-        body = {**BODY, "stream": is_stream}
-        turn = asyncio.create_task(client.post(url, json=body))
-        await engine.until_received(CHAT)
         if is_stream:
-            await engine.changes.until(lambda: engine.core.num_running == 1)
+            engine.faults.chunk_gate = asyncio.Semaphore(2)
+        else:
+            engine.faults.first_byte_gate = asyncio.Event()
+        url = cluster.decode[0].url + CHAT
+        turn = asyncio.create_task(client.post(url, json={**BODY, "stream": is_stream}))
+        await engine.changes.until(lambda: engine.core.num_running == 1)
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
-        if is_stream:
-            await engine.changes.until(lambda: bool(engine.finished))
-            assert engine.finished[0].reason == "abort"
-            assert engine.leases.events[0].reason == "aborted"
         await engine.until_idle()
+        assert [turn.reason for turn in engine.finished] == ["abort"]
+        assert [event.reason for event in engine.leases.events] == ["aborted"]
         assert engine.pool.num_held == 0
 
 

@@ -8,9 +8,11 @@ from .engine import (
     LeaseRef,
     PrefillOutcome,
     decode_params,
+    handover,
     lease_of,
     outcome_of,
     prefill_params,
+    prompt_mark_of,
     turn_of,
 )
 from .handle import (
@@ -96,11 +98,13 @@ __all__ = [
     "carry",
     "conversation_id",
     "decode_params",
+    "handover",
     "is_conversation_id",
     "is_handle",
     "lease_of",
     "offered",
     "outcome_of",
     "prefill_params",
+    "prompt_mark_of",
     "turn_of",
 ]

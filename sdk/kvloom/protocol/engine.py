@@ -84,9 +84,27 @@ def decode_params(
             asks for none.
     """
     params = {k: v for k, v in (prefilled or {}).items() if k != ENGINE_KEY}
-    if turn_id is not None:
-        params[ENGINE_KEY] = {"turn_id": turn_id}
+    mark = prompt_mark_of(prefilled or {})
+    ours = {"turn_id": turn_id, "prompt_mark": mark}
+    ours = {name: value for name, value in ours.items() if value is not None}
+    if ours:
+        params[ENGINE_KEY] = ours
     return params or None
+
+
+def handover(
+    stock: Mapping[str, Any], *, outcome: PrefillOutcome | None, prompt_mark: str | None
+) -> dict[str, Any]:
+    """What a prefill engine answers: vLLM's own params, and what we add.
+
+    Args:
+        stock: what decode needs to read the blocks.
+        outcome: what became of the prompt, for the router.
+        prompt_mark: a digest of the prompt as prefill saw it. Decode compares
+            it with its own, because it reads the blocks by position.
+    """
+    ours = {} if outcome is None else outcome.as_json()
+    return {**stock, ENGINE_KEY: {**ours, "prompt_mark": prompt_mark}}
 
 
 def lease_of(params: Mapping[str, Any]) -> LeaseRef | None:
@@ -100,6 +118,13 @@ def turn_of(params: Mapping[str, Any]) -> str | None:
     ours = params.get(ENGINE_KEY)
     turn_id = ours.get("turn_id") if isinstance(ours, Mapping) else None
     return turn_id if isinstance(turn_id, str) and turn_id else None
+
+
+def prompt_mark_of(params: Mapping[str, Any]) -> str | None:
+    """The digest of the prompt that prefill computed."""
+    ours = params.get(ENGINE_KEY)
+    mark = ours.get("prompt_mark") if isinstance(ours, Mapping) else None
+    return mark if isinstance(mark, str) and mark else None
 
 
 def outcome_of(params: Mapping[str, Any]) -> PrefillOutcome | None:

@@ -55,6 +55,9 @@ class Reason(StrEnum):
     """The decode engine that held the lease is down or was restarted."""
     PREFILL_DOWN = "prefill_down"
     """No prefill engine answers: decode computes the turn itself."""
+    DECODE_ALONE = "decode_alone"
+    """The request's form needs one engine: several answers of one prompt, or
+    the prompt's log-probabilities."""
     ALREADY_LOCAL = "already_local"
     """Prefill had nearly all of it: below ``kv_recompute_threshold``."""
     MISMATCH = "mismatch"

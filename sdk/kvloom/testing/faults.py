@@ -24,7 +24,7 @@ class Faults:
     """The next stream has an error event after so many chunks; then this is
     unset."""
     first_byte_gate: asyncio.Event | None = None
-    """Generation begins only once it is set."""
+    """Prompts are computed, but answers begin only once it is set."""
     chunk_gate: asyncio.Semaphore | None = None
     """Each event of a stream takes one permit; ``release()`` lets one pass."""
     skips_verification: bool = False

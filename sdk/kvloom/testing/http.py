@@ -182,14 +182,14 @@ class _Generation:
             await _disconnected(receive)
 
     async def _serve(self, send: Send) -> None:
-        gate = self._engine.faults.first_byte_gate
-        if gate is not None:
-            await gate.wait()
         async with contextlib.AsyncExitStack() as stack:
             turns = [
                 await stack.enter_async_context(self._engine.turn(self._ask, i))
                 for i in range(len(self._ask.prompts))
             ]
+            gate = self._engine.faults.first_byte_gate
+            if gate is not None:
+                await gate.wait()
             answer = self._stream if self._ask.is_stream else self._whole
             await answer(turns, send)
 

@@ -124,30 +124,34 @@ class Cluster:
                 )
             )
         waits = [
-            asyncio.create_task(self._wait_until_up(slot, process))
-            for slot, process in zip(self.slots, self.processes, strict=True)
+            asyncio.create_task(self._wait_until_all_up()),
+            *(asyncio.create_task(_fail_at_end_of(p)) for p in self.processes),
         ]
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await asyncio.gather(*waits)
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                wait.result()
         except TimeoutError:
             raise ClusterError(
                 f"the engines did not serve within {self._start_timeout_s:.0f} s; "
                 f"their logs are in {self._log_dir}"
             ) from None
         finally:
-            # One engine's failure must not leave the others' waits running.
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    async def _wait_until_up(self, slot: EngineSlot, process: EngineProcess) -> None:
+    async def _wait_until_all_up(self) -> None:
+        async with asyncio.TaskGroup() as waits:
+            for slot in self.slots:
+                waits.create_task(self._wait_until_up(slot))
+
+    async def _wait_until_up(self, slot: EngineSlot) -> None:
         async with aiohttp.ClientSession(timeout=_HEALTH_TIMEOUT) as session:
-            while not await _is_healthy(session, slot.url):
-                _check_alive(slot, process)
+            # Another process's health is no event of ours.
+            while not await _is_healthy(session, slot.url):  # noqa: ASYNC110
                 await asyncio.sleep(HEALTH_POLL_S)
-        # What answered was another's server, had the engine found its port taken.
-        _check_alive(slot, process)
         self._num_up += 1
         self._on_up(
             EngineUp(
@@ -181,9 +185,19 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-def _check_alive(slot: EngineSlot, process: EngineProcess) -> None:
-    if process.exit_code is not None:
-        raise ClusterError(
-            f"engine {slot.name} ended with exit code {process.exit_code}; "
-            f"the end of {process.log}:\n{process.log_tail()}"
-        )
+async def _fail_at_end_of(process: EngineProcess) -> None:
+    exit_code = await process.wait()
+    raise ClusterError(
+        f"engine {process.name} ended with exit code {exit_code}; "
+        f"the end of {process.log}:\n{process.log_tail()}"
+    )
+
+
+async def served_model(url: str) -> str:
+    """The name under which an engine serves its model."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{url}/v1/models") as response,
+    ):
+        name: str = (await response.json())["data"][0]["id"]
+        return name

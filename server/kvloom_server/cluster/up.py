@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import aiohttp
 from rich.console import Console
 
 from kvloom_server.router import RouterServer
@@ -19,7 +20,8 @@ from kvloom_server.settings import EngineSpec, RouterSettings
 from . import model as bundled
 from .console import StartDisplay
 from .engine_args import Connector, Device, EngineSlot, ModelChoice, Recipe, Role
-from .launch import Cluster, detect_device, plan_slots
+from .introduce import IntroductionError, introduce
+from .launch import Cluster, detect_device, plan_slots, served_model
 
 T = TypeVar("T")
 
@@ -55,7 +57,8 @@ class RunningCluster:
     """The router's root; OpenAI's base URL is ``{url}/v1``."""
     slots: tuple[EngineSlot, ...]
     engines: Cluster
-    model: ModelChoice
+    model: str
+    """The name to ask for."""
     log_dir: Path
 
     def urls(self, role: Role) -> list[str]:
@@ -67,7 +70,7 @@ class RunningCluster:
         return {
             "url": self.url,
             "base_url": f"{self.url}/v1",
-            "model": self.model.served_name,
+            "model": self.model,
             "prefill": self.urls(Role.PREFILL),
             "decode": self.urls(Role.DECODE),
             "lease": [s.lease_address for s in self.slots if s.role is Role.DECODE],
@@ -107,16 +110,42 @@ async def local_cluster(
         )
         await cluster.start()
     try:
+        # The engines know best: a passed-through flag may have renamed it.
+        model = await served_model(slots[0].url)
+        await _introduce(settings, slots, model, console)
         async with _router(settings, slots) as router:
             yield RunningCluster(
                 url=f"http://127.0.0.1:{router.port}",
                 slots=tuple(slots),
                 engines=cluster,
-                model=choice,
+                model=model,
                 log_dir=log_dir,
             )
     finally:
         await cluster.stop()
+
+
+async def _introduce(
+    settings: UpSettings,
+    slots: list[EngineSlot],
+    model: str,
+    console: Console,
+) -> None:
+    is_ours = settings.connector is Connector.KVLOOM
+    try:
+        met = await introduce(
+            slots,
+            model=model,
+            is_returning=settings.is_returning and is_ours,
+        )
+    except (IntroductionError, aiohttp.ClientError, TimeoutError) as error:
+        console.print(f"[yellow]note:[/] no first exchange: {error}", highlight=False)
+        return
+    for one in met:
+        console.print(
+            f"  {one.prefill} and {one.decode} have met"
+            f" ({one.num_returned} tokens returned)"
+        )
 
 
 async def _choose_model(settings: UpSettings, display: StartDisplay) -> ModelChoice:

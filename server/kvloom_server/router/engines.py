@@ -14,6 +14,7 @@ import msgspec
 
 from kvloom_server.settings import EngineSpec
 
+from .background import started, stopped
 from .identity import short_digest
 from .plan import EngineView, Fleet
 from .upstream import (
@@ -144,12 +145,11 @@ class Engines:
     async def watched(self) -> AsyncIterator[None]:
         """Looks once at all engines, then goes on looking in the background."""
         await self.look()
-        task = asyncio.create_task(self._watch(), name="kvloom-health")
+        task = started(self._watch(), name="kvloom-health")
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await stopped(task)
 
     async def look(self) -> None:
         """Check every engine once."""

@@ -31,6 +31,7 @@ from kvloom.protocol import (
     Welcome,
 )
 
+from .background import started, stopped
 from .directory import Directory, Let
 from .plan import Lease
 
@@ -110,7 +111,7 @@ class LeaseFeed:
                 await self._open(socket)
                 pause_s = FIRST_PAUSE_S
                 await self._follow(socket)
-            except FeedBrokenError as error:
+            except (FeedBrokenError, zmq.ZMQError) as error:
                 log.info("engine=%s event=feed_lost why=%s", self.engine, error)
             finally:
                 self._socket = None
@@ -264,16 +265,14 @@ class Feeds:
         """
         context = zmq.asyncio.Context()
         tasks = [
-            asyncio.create_task(feed.run(context), name=f"kvloom-feed-{name}")
+            started(feed.run(context), name=f"kvloom-feed-{name}")
             for name, feed in self._feeds.items()
         ]
         try:
             await self._listed(up)
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await stopped(*tasks)
             context.term()
 
     async def _listed(self, up: Collection[str]) -> None:

@@ -115,7 +115,7 @@ def plan(
     lease, reason = _lease_to_use(turn, conversation, fleet, now)
     decode = lease.engine if lease else _decode_for(turn, conversation, fleet)
     if turn.decode_alone:
-        return Plan(kind=PlanKind.COLD, reason=Reason.RETURNS_OFF, decode=decode)
+        return Plan(kind=PlanKind.COLD, reason=Reason.DECODE_ALONE, decode=decode)
     prefill = _prefill_for(turn, conversation, fleet)
     if prefill is None:
         return Plan(kind=PlanKind.COLD, reason=Reason.PREFILL_DOWN, decode=decode)

@@ -62,17 +62,17 @@ class RouterServer:
         )
         up = asyncio.create_task(self._server.is_up.wait())
         await asyncio.wait((self._task, up), return_when=asyncio.FIRST_COMPLETED)
-        if not up.done():
+        if self._task.done():
             up.cancel()
-            await self.stop()
-            raise RouterStartError("the router did not start: see its log")
+            self._socket.close()
+            task, self._task = self._task, None
+            await task
 
     async def stop(self) -> None:
         """Let open answers end, within the settings' limit, and close."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
-            with contextlib.suppress(SystemExit):  # how uvicorn says "not started"
-                await self._task
+            await self._task
         if self._socket is not None:
             self._socket.close()
 
@@ -105,9 +105,11 @@ class _Embedded(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self.is_up.set()
+        try:
+            await super().startup(sockets=sockets)
+        except SystemExit:  # how uvicorn says that the application did not start
+            raise RouterStartError("the router did not start: see its log") from None
+        self.is_up.set()
 
 
 def _config(settings: RouterSettings, app: RouterApp) -> uvicorn.Config:

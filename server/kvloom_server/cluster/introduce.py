@@ -1,0 +1,147 @@
+"""Has every prefill engine meet every decode engine before a user's turn does.
+
+The first read between two engines sets up NIXL's connection, which takes a
+second or more. Here that read is one of ours: a two-turn conversation of
+random tokens, both ways. It also shows that the cluster returns at all.
+"""
+
+import random
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvloom.protocol import (
+    OPS,
+    LeaseRef,
+    Release,
+    decode_params,
+    outcome_of,
+    prefill_params,
+)
+
+from .engine_args import EngineSlot, Role
+
+PROMPT_TOKENS = 160
+# More than any threshold below which prefill would not pull.
+ANSWER_TOKENS = 80
+RELEASE_LINGER_S = 1
+# Ids that every vocabulary has, and that are no control tokens.
+_TOKEN_IDS = range(300, 20_000)
+
+
+class IntroductionError(RuntimeError):
+    """Two engines could not exchange KV; the message names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What two engines exchanged."""
+
+    prefill: str
+    decode: str
+    num_returned: int
+    """Tokens that went back from decode to prefill."""
+
+
+async def introduce(
+    slots: list[EngineSlot], *, model: str, is_returning: bool
+) -> list[Introduction]:
+    """One conversation for each pair of engines.
+
+    Raises:
+        IntroductionError: an engine refused its part.
+    """
+    prefill = [slot for slot in slots if slot.role is Role.PREFILL]
+    decode = [slot for slot in slots if slot.role is Role.DECODE]
+    async with aiohttp.ClientSession() as session:
+        return [
+            await _meet(session, p, d, model=model, is_returning=is_returning)
+            for p in prefill
+            for d in decode
+        ]
+
+
+async def _meet(
+    session: aiohttp.ClientSession,
+    prefill: EngineSlot,
+    decode: EngineSlot,
+    *,
+    model: str,
+    is_returning: bool,
+) -> Introduction:
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": random.sample(_TOKEN_IDS, PROMPT_TOKENS),
+        "temperature": 0,
+        "cache_salt": uuid.uuid4().hex,
+    }
+    turn_id = uuid.uuid4().hex if is_returning else None
+    handed = await _ask(
+        session, prefill, body | {"max_tokens": 1}, params=prefill_params(None)
+    )
+    answer = await _ask(
+        session,
+        decode,
+        body
+        | {"max_tokens": ANSWER_TOKENS if is_returning else 1}
+        | {"ignore_eos": True, "return_token_ids": True},
+        params=decode_params(handed["kv_transfer_params"], turn_id=turn_id),
+    )
+    if turn_id is None:
+        return Introduction(prefill=prefill.name, decode=decode.name, num_returned=0)
+    body["prompt"] += answer["choices"][0]["token_ids"] + [_TOKEN_IDS.start]
+    lease = LeaseRef(lease_id=turn_id, address=decode.lease_address)
+    handed = await _ask(
+        session, prefill, body | {"max_tokens": 1}, params=prefill_params(lease)
+    )
+    params = handed["kv_transfer_params"]
+    # Read by decode, so that prefill lets its blocks go.
+    await _ask(
+        session,
+        decode,
+        body | {"max_tokens": 1},
+        params=decode_params(params, turn_id=None),
+    )
+    await _release(decode.lease_address, turn_id)
+    outcome = outcome_of(params)
+    return Introduction(
+        prefill=prefill.name,
+        decode=decode.name,
+        num_returned=outcome.returned_tokens if outcome else 0,
+    )
+
+
+async def _release(address: str, lease_id: str) -> None:
+    release = Release(lease_id=lease_id)
+    body = msgspec.msgpack.encode(release)
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = int(1000 * RELEASE_LINGER_S)
+        dealer.connect(address)
+        await dealer.send_multipart([OPS[Release], b"", body])
+        # The reply says that it arrived; a lease that stays would only expire.
+        await dealer.poll(1000 * RELEASE_LINGER_S)
+
+
+async def _ask(
+    session: aiohttp.ClientSession,
+    slot: EngineSlot,
+    body: dict[str, Any],
+    *,
+    params: dict[str, Any] | None,
+) -> dict[str, Any]:
+    async with session.post(
+        f"{slot.url}/v1/completions", json=body | {"kv_transfer_params": params}
+    ) as response:
+        if response.status != 200:
+            text = (await response.text())[:500]
+            raise IntroductionError(
+                f"engine {slot.name} answered {response.status} to a first request, "
+                f"so the cluster would not serve: {text}"
+            )
+        answer: dict[str, Any] = await response.json()
+        return answer
