@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from vllm import __version__ as vllm_version
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "SUPPORTED",
     "BlockHold",
     "NixlPullConnectorScheduler",
+    "bound_cores",
     "check_version",
     "extra_digests",
     "finish_reason",
@@ -62,6 +64,20 @@ def check_version(version: str = vllm_version) -> None:
 def is_on_cpu() -> bool:
     """Whether the model runs on the CPU."""
     return str(current_platform.device_type) == "cpu"
+
+
+def bound_cores() -> set[int]:
+    """The cores in ``VLLM_CPU_OMP_THREADS_BIND``; empty when it lists none.
+
+    vLLM binds the model's threads only in worker processes of its own.
+    """
+    cores: set[int] = set()
+    for part in envs.VLLM_CPU_OMP_THREADS_BIND.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (last or first).isdigit()):
+            return set()
+        cores |= set(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def num_valid_tokens(request: Request) -> int:

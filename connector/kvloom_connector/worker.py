@@ -4,6 +4,7 @@ NIXL's progress thread gets a pause where it would take a core from the model,
 and reads of leases are not reported as reads of unknown requests.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
 
 from .scheduler import READ_MARK
 from .settings import ConnectorSettings
-from .vllm_hooks import is_on_cpu
+from .vllm_hooks import bound_cores, is_on_cpu
 
 CPU_PROGRESS_DELAY_US = 1000
 
@@ -40,7 +41,7 @@ class LeasedWorker(NixlPullConnectorWorker):
         delay_us = settings.nixl_progress_delay_us
         if delay_us is None and is_on_cpu():
             delay_us = CPU_PROGRESS_DELAY_US
-        with _progress_delay(delay_us):
+        with _progress_delay(delay_us), _own_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
         agent = self.nixl_wrapper
         take_notifs = agent.get_new_notifs
@@ -54,6 +55,23 @@ def _without_reads(notifs: dict[str, list[bytes]]) -> dict[str, list[bytes]]:
         agent: [notif for notif in sent if not notif.startswith(mark)]
         for agent, sent in notifs.items()
     }
+
+
+@contextmanager
+def _own_cores() -> Iterator[None]:
+    """The model keeps the cores that it was given.
+
+    On CPU the stock worker moves its thread, which is the model's, to the last
+    core of the machine: there all engines of a small host would meet.
+    """
+    if not is_on_cpu():
+        yield
+        return
+    cores = bound_cores() or os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 @contextmanager

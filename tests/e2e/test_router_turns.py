@@ -82,7 +82,7 @@ async def test_the_handle_alone_is_enough_after_a_router_restart() -> None:
     async with staged(settings=key) as stage:
         first = await stage.turn(opening())
         # No list either: only the handle can tell.
-        stage.cluster.decode[0].engine.leases.is_mute = True
+        stage.cluster.decode[0].engine.leases.hides_leases = True
         await stage.restart_router()
         stage.cluster.prefill[0].engine.lose_cache()
         carried = {"kv_transfer_params": {"kvloom": first.handle}}
@@ -90,6 +90,7 @@ async def test_the_handle_alone_is_enough_after_a_router_restart() -> None:
             follow_up(opening(), first.message), extra_body=carried
         )
         assert second.report.plan is PlanKind.RETURN
+        assert second.report.returned_tokens
 
 
 async def test_a_restarted_router_learns_the_leases_from_the_engines() -> None:

@@ -17,8 +17,7 @@ from kvloom_connector.settings import UPSTREAM_KEYS, ConnectorSettings
 
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 BLOCK_SIZE = 4
-NUM_BLOCKS = 10
-"""Of the pool, less the one that vLLM keeps empty."""
+NUM_BLOCKS = 10  # of the pool, less the one that vLLM keeps empty
 
 
 def imported(name):

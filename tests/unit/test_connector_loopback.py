@@ -270,26 +270,34 @@ def test_a_lease_name_that_cannot_be_sent_is_a_refusal(desk):
 
 
 def test_garbage_from_a_decode_engine_is_no_answer(desk):
-    """Frames that are no answer to this claim are dropped; a true one that
-    follows is taken; an oversized one cuts the line and nothing else."""
+    """Frames that are no answer to this claim are dropped and spoil no true
+    one; an oversized one cuts the line and nothing else."""
     with frames_of(zmq.ROUTER, "tcp://127.0.0.1:*", is_bound=True) as hostile:
         address = hostile.getsockopt_string(zmq.LAST_ENDPOINT)
-        desk.begin("r", LeaseRef(lease_id="turn", address=address), PROMPT, now=0.0)
-        assert hostile.poll(1000 * BOUND_S)
-        peer, op, tag, body = hostile.recv_multipart()
-        honest = prove(decode(op, body), LEASE, ENGINE)
+        honest = []
+        for request in ("r", "fence"):
+            where = LeaseRef(lease_id="turn", address=address)
+            desk.begin(request, where, PROMPT, now=0.0)
+            assert hostile.poll(1000 * BOUND_S)
+            peer, op, tag, body = hostile.recv_multipart()
+            honest.append((tag, prove(decode(op, body), LEASE, ENGINE)))
+        (tag, answer), (fence_tag, fence) = honest
         for frames in (
+            [b"claimed", tag, encode(answer)[1]],
             [b"claimed"],
             [b"claimed", tag, b"\x81\xa1x" + b"\x91" * 100_000],
             [b"refused", b"\xff\xfe", encode(Refused(reason="not yours"))[1]],
-            [b"claimed", tag, encode(replace(honest, claim_id="another's"))[1]],
+            [b"claimed", tag, encode(fence)[1]],
             [b"hello", tag, encode(Hello())[1]],
-            [b"claimed", tag, encode(honest)[1]],
+            [b"claimed", fence_tag, encode(fence)[1]],
+            [b"x" * (MAX_MESSAGE_BYTES + 1)],
         ):
             hostile.send_multipart([peer, *frames])
-        assert decided(desk).num_tokens == len(TOKENS)
-        hostile.send_multipart([peer, b"x" * (MAX_MESSAGE_BYTES + 1)])
-        desk.finish("r")
+        # Frames arrive in order: all before this one have been heard.
+        assert decided(desk, "fence").claimed == fence
+        assert decided(desk, "r").claimed == answer
+        for request in ("r", "fence"):
+            desk.finish(request)
         with decoding("turn") as decode_engine:
             desk.begin("r2", ref(decode_engine), PROMPT, now=0.0)
             assert decided(desk, "r2")

@@ -18,6 +18,7 @@ from kvloom.protocol import (
     Done,
     Hello,
     LeaseEvent,
+    LeaseRef,
     Leases,
     LeaseState,
     ListLeases,
@@ -30,6 +31,7 @@ from kvloom.protocol import (
 from kvloom.testing import FakeEngine, LeaseService
 from kvloom.testing.book import LeaseBook, Offer, UnknownLeaseError
 from kvloom.testing.cache import BlockPool, block_digests
+from kvloom.testing.claims import ClaimError, Prompt, claimed
 
 pytestmark = pytest.mark.anyio
 EXTRA = b"x" * 16
@@ -230,6 +232,36 @@ async def test_refused_claims_and_other_faults(engine: FakeEngine) -> None:
         service.forget_subscribers()
         lease(engine)
         assert isinstance(await router.ask(Release(lease_id="turn")), Done)
+
+
+async def test_leases_can_be_hidden_from_routers(engine: FakeEngine) -> None:
+    """A router that can neither list nor subscribe does not stop claims."""
+    lease(engine).hides_leases = True
+    async with peer(engine) as router:
+        await router.tell(ListLeases())
+        await router.tell(Subscribe())
+        # Answered in order: the first answer is the claim's.
+        assert isinstance(await router.ask(claim()), Claimed)
+
+
+async def test_a_claim_that_came_too_late_is_taken_back() -> None:
+    """Prefill that gives up on an answer leaves no claim open on decode."""
+    context = zmq.asyncio.Context()
+    try:
+        decode = context.socket(zmq.ROUTER)
+        decode.bind("tcp://127.0.0.1:*")
+        address = decode.getsockopt_string(zmq.LAST_ENDPOINT)
+        ref = LeaseRef(lease_id="turn", address=address)
+        prompt = Prompt(token_ids=IDS, digests=[], extra=EXTRA, block_size=SIZE)
+        with pytest.raises(ClaimError, match="claim_late"):
+            async with claimed(context, ref, prompt, wait_s=0.01):
+                pass
+        heard = [await decode.recv_multipart() for _ in range(2)]
+        bodies = [msgspec.msgpack.decode(f[3], type=MESSAGES[f[1]]) for f in heard]
+        assert isinstance(bodies[0], Claim)
+        assert bodies[1] == Release(lease_id="turn", claim_id=bodies[0].claim_id)
+    finally:
+        context.destroy(linger=0)
 
 
 async def test_a_lease_expires_at_its_deadline() -> None:

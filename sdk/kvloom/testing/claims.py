@@ -24,6 +24,10 @@ from kvloom.protocol import (
 
 from .cache import common_length
 
+# Long enough to hand a message to a live peer, short enough not to wait for a
+# dead one.
+_LINGER_MS = 100
+
 CLAIM_TIMEOUT_S = 30.0
 """How long decode keeps the blocks of a claim that is never released."""
 
@@ -58,7 +62,7 @@ async def claimed(
         ClaimError: refused, or not answered within ``wait_s`` seconds.
     """
     socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     claim = Claim(
         lease_id=ref.lease_id,
@@ -108,10 +112,20 @@ async def _claim(
         socket.connect(ref.address)
         answer = await _ask(socket, claim, wait_s=wait_s)
     except (TimeoutError, zmq.ZMQError, msgspec.DecodeError) as error:
+        await _take_back(socket, claim)
         raise ClaimError(Reason.CLAIM_LATE) from error
     if not isinstance(answer, Claimed):
         raise ClaimError(Reason.CLAIM_REFUSED)
     return answer
+
+
+async def _take_back(socket: zmq.asyncio.Socket, claim: Claim) -> None:
+    """End a claim that may yet be granted, without waiting for an answer."""
+    release = Release(lease_id=claim.lease_id, claim_id=claim.claim_id)
+    frames = [OPS[Release], b"", msgspec.msgpack.encode(release)]
+    # Without a peer there is nothing to take back.
+    with contextlib.suppress(zmq.ZMQError):
+        await socket.send_multipart(frames, flags=zmq.NOBLOCK)
 
 
 async def _release(socket: zmq.asyncio.Socket, claim: Claim, *, wait_s: float) -> None:

@@ -44,6 +44,9 @@ class LeaseService:
     Faults to inject, as plain attributes:
 
     - ``is_mute``: messages are read and never answered, as by a stuck engine;
+      claims too, so nothing can be returned meanwhile;
+    - ``hides_leases``: ``ListLeases`` and ``Subscribe`` are not answered, so a
+      router learns nothing, while claims go on;
     - ``drops_feed``: events are numbered but not sent, so subscribers see a gap;
     - ``refuses_claims``: every claim is refused.
     """
@@ -64,6 +67,7 @@ class LeaseService:
         self.events: list[LeaseEvent] = []
         """Every event of this life, sent or dropped."""
         self.is_mute = False
+        self.hides_leases = False
         self.drops_feed = False
         self.refuses_claims = False
         self._pool = pool
@@ -192,6 +196,8 @@ class LeaseService:
                 self.book.renew(lease_id, deadline=self._clock() + ttl_s)
                 self._watch_deadlines()
                 return Done(lease_id=lease_id)
+            case Subscribe() | ListLeases() if self.hides_leases:
+                return None
             case Subscribe():
                 self._subscribers[peer] = time.monotonic()
                 return self._snapshot()

@@ -111,6 +111,8 @@ def engine_command(slot: EngineSlot, recipe: Recipe) -> list[str]:
         command += _BUNDLED_MODEL_ARGS
     if recipe.device is Device.CPU:
         command += _CPU_ARGS
+        if len(slot.cores) == 1:
+            command += _ONE_CORE_ARGS
     own = recipe.prefill_args if slot.role is Role.PREFILL else recipe.decode_args
     return [*command, *recipe.engine_args, *own]
 
@@ -127,6 +129,13 @@ _CPU_ARGS = [
     "--enforce-eager",
     "--max-num-seqs=16",
     "--block-size=32",
+]
+
+# With one thread the model needs no worker process of its own, whose waiting
+# would take half of the only core there is. vLLM's word "uni" is not accepted
+# on CPU, because it can't bind several threads without that process.
+_ONE_CORE_ARGS = [
+    "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor",
 ]
 
 
