@@ -12,6 +12,7 @@ after every turn, as a busy or another prefill engine has.
 
 import argparse
 import json
+import statistics
 import sys
 import uuid
 from collections.abc import Callable
@@ -196,21 +197,26 @@ def _turn(message: AIMessage) -> Turn:
     )
 
 
-def rows(off: list[Turn], on: list[Turn]) -> list[dict[str, Any]]:
-    """What one table shows, turn by turn."""
+def median_ttft_ms(runs: list[list[Turn]], turn: int) -> float:
+    """Of one turn, over the times that it was played."""
+    return round(statistics.median(run[turn].ttft_ms for run in runs), 1)
+
+
+def rows(off: list[list[Turn]], on: list[list[Turn]]) -> list[dict[str, Any]]:
+    """What one table shows, turn by turn: counts of the first run, median times."""
     before: list[int] = []
     table = []
-    for number, (without, turn) in enumerate(zip(off, on, strict=True), 1):
+    for number, turn in enumerate(on[0]):
         names = ("plan", "reason", "prompt_tokens")
         counts = ("local_tokens", "returned_tokens", "computed_tokens")
         table.append(
             {
-                "turn": number,
+                "turn": number + 1,
                 **{name: turn.report[name] for name in names},
                 "common_tokens": common_prefix_len(before, turn.prompt),
                 **{name: turn.report[name] for name in counts},
-                "ttft_off_ms": round(without.ttft_ms, 1),
-                "ttft_on_ms": round(turn.ttft_ms, 1),
+                "ttft_off_ms": median_ttft_ms(off, number),
+                "ttft_on_ms": median_ttft_ms(on, number),
             }
         )
         before = turn.prompt + turn.output
@@ -254,6 +260,7 @@ def main() -> int:
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prefill", action="append", default=[], metavar="URL")
+    parser.add_argument("--repeats", type=int, default=1, help="medians over so many")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 110)
@@ -262,8 +269,12 @@ def main() -> int:
     for cache in ["kept", "lost"] if args.prefill else ["kept"]:
         args.is_forgetting = cache == "lost"
         console.print(f"playing with prefill's cache {cache}: returns off, then on …")
-        off, on = play(args, returns="off"), play(args, returns="lazy")
-        answers += [[turn.output for turn in run] for run in (off, on)]
+        off: list[list[Turn]] = []
+        on: list[list[Turn]] = []
+        for _ in range(args.repeats):
+            off.append(play(args, returns="off"))
+            on.append(play(args, returns="lazy"))
+        answers += [[turn.output for turn in run] for run in off + on]
         cases.append({"prefill_cache": cache, "turns": rows(off, on)})
         show(console, f"prefill's own cache {cache}", cases[-1]["turns"])
     is_equal = all(answer == answers[0] for answer in answers)

@@ -157,7 +157,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
     def _plan_pull(
         self, request: Any, params: dict[str, Any], num_local: int
     ) -> Pull | None:
-        now = self._clock()
+        now = time.monotonic()
         request_id = request.request_id
         if not self._returns.knows(request_id):
             ref = lease_of(params)

@@ -12,6 +12,8 @@ from .cluster.engine_args import Role
 from .cluster.up import UpSettings, local_cluster
 
 _EXAMPLE = "tool_loop.py"
+REPEATS = 3
+"""Of each conversation; the tables show medians."""
 
 
 class DemoError(RuntimeError):
@@ -42,6 +44,7 @@ async def run_demo(
             str(_example()),
             f"--base-url={running.url}/v1",
             f"--model={running.model}",
+            f"--repeats={REPEATS}",
             *(f"--prefill={url}" for url in running.urls(Role.PREFILL)),
         ]
         if json is not None:

@@ -1,5 +1,6 @@
 """The command, environment, cores and ports of a cluster's engines."""
 
+import dataclasses
 import json
 import socket
 import sys
@@ -19,9 +20,10 @@ from kvloom_server.cluster.engine_args import (
     Role,
     engine_command,
     engine_environment,
+    gpus_each,
     share_cores,
 )
-from kvloom_server.cluster.launch import plan_slots
+from kvloom_server.cluster.launch import ClusterError, plan_slots
 from kvloom_server.cluster.ports import free_ports
 
 PREFILL = EngineSlot(
@@ -77,7 +79,12 @@ def test_the_stock_connector_gets_nothing_of_ours():
 def test_a_gpu_host_gets_vllms_own_defaults():
     """With a GPU and one's own model nothing of the small machine's is set."""
     slot = EngineSlot(
-        name="d1", role=Role.DECODE, http_port=1, side_port=2, lease_port=3, gpu=1
+        name="d1",
+        role=Role.DECODE,
+        http_port=1,
+        side_port=2,
+        lease_port=3,
+        gpus=("2", "3"),
     )
     choice = recipe(OWN, Device.CUDA)
     command = engine_command(slot, choice)
@@ -93,7 +100,7 @@ def test_a_gpu_host_gets_vllms_own_defaults():
         "kv_recompute_threshold" not in transfer(command)["kv_connector_extra_config"]
     )
     env = engine_environment(slot, choice)
-    assert env["CUDA_VISIBLE_DEVICES"] == "1"
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert not {"HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE"} & set(env)
 
 
@@ -174,13 +181,41 @@ def test_slots_never_share_a_port(num_prefill, num_decode, device):
     ]
     ports = [p for s in slots for p in (s.http_port, s.side_port, s.lease_port)]
     assert len(ports) == len(set(ports))
-    gpus = [slot.gpu for slot in slots]
+    gpus = [slot.gpus for slot in slots]
     if device is Device.CUDA:
-        assert gpus == list(range(len(slots)))
+        assert gpus == [(str(number),) for number in range(len(slots))]
         assert all(slot.cores == () for slot in slots)
     else:
-        assert gpus == [None] * len(slots)
+        assert gpus == [()] * len(slots)
         assert all(slot.cores for slot in slots)
+
+
+def test_a_large_engine_gets_as_many_gpus_as_its_flags_ask_for(monkeypatch):
+    """Tensor parallelism takes several GPUs, out of those that are allowed."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    each = gpus_each(["--tensor-parallel-size=2", "--max-model-len=4096"])
+    slots = plan_slots(num_prefill=1, num_decode=1, device=Device.CUDA, gpus_each=each)
+    assert [slot.gpus for slot in slots] == [("4", "5"), ("6", "7")]
+    with pytest.raises(ClusterError, match=r"need 6 GPUs .* allows 4"):
+        plan_slots(num_prefill=2, num_decode=1, device=Device.CUDA, gpus_each=each)
+
+
+def test_an_engine_on_one_core_runs_its_model_itself():
+    """A worker process that waits would take half of the core."""
+    slot = EngineSlot(
+        name="p0",
+        role=Role.PREFILL,
+        http_port=1,
+        side_port=2,
+        lease_port=3,
+        cores=(0,),
+    )
+    command = engine_command(slot, recipe(OWN, Device.CPU))
+    assert any("UniProcExecutor" in arg for arg in command)
+    command = engine_command(
+        dataclasses.replace(slot, cores=(0, 1)), recipe(OWN, Device.CPU)
+    )
+    assert not any("UniProcExecutor" in arg for arg in command)
 
 
 def test_free_ports_can_be_bound():

@@ -32,7 +32,8 @@ def conversation_id(*, namespace: str, thread: str, lane: str = "") -> str:
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"kvloom-conv")
     for part in (namespace, thread, lane):
-        encoded = part.encode()
+        # Any Python string names a thread, also one that is no valid Unicode.
+        encoded = part.encode("utf-8", "surrogatepass")
         # Length first, so that ("ab", "c") and ("a", "bc") differ.
         digest.update(len(encoded).to_bytes(8, "little"))
         digest.update(encoded)

@@ -111,7 +111,12 @@ async def _claim(
     try:
         socket.connect(ref.address)
         answer = await _ask(socket, claim, wait_s=wait_s)
-    except (TimeoutError, zmq.ZMQError, msgspec.DecodeError) as error:
+    except (
+        TimeoutError,
+        zmq.ZMQError,
+        msgspec.DecodeError,
+        RecursionError,
+    ) as error:
         await _take_back(socket, claim)
         raise ClaimError(Reason.CLAIM_LATE) from error
     if not isinstance(answer, Claimed):

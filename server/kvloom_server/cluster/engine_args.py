@@ -5,7 +5,9 @@ stands last and so overrides ours.
 """
 
 import json
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -57,7 +59,8 @@ class EngineSlot:
     lease_port: int
     cores: tuple[int, ...] = ()
     """CPU cores of the model's threads; empty: as vLLM likes."""
-    gpu: int | None = None
+    gpus: tuple[str, ...] = ()
+    """GPUs, by the names that ``CUDA_VISIBLE_DEVICES`` knows."""
 
     @property
     def url(self) -> str:
@@ -173,9 +176,28 @@ def engine_environment(slot: EngineSlot, recipe: Recipe) -> dict[str, str]:
     if recipe.device is Device.CPU and slot.cores:
         env["OMP_NUM_THREADS"] = str(len(slot.cores))
         env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, slot.cores))
-    if slot.gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = str(slot.gpu)
+    if slot.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
     return env
+
+
+def gpus_each(engine_args: Sequence[str]) -> int:
+    """How many GPUs an engine with these vLLM flags takes."""
+    sizes = {
+        name: int(value)
+        for arg in engine_args
+        for name, _, value in [arg.partition("=")]
+        if name in _PARALLEL_FLAGS and value.isdigit()
+    }
+    return math.prod(sizes.values())
+
+
+_PARALLEL_FLAGS = {
+    "--tensor-parallel-size",
+    "-tp",
+    "--pipeline-parallel-size",
+    "-pp",
+}
 
 
 def share_cores(cores: list[int], num_engines: int) -> list[tuple[int, ...]]:

@@ -49,12 +49,16 @@ def detect_device() -> Device:
 
 
 def plan_slots(
-    *, num_prefill: int, num_decode: int, device: Device
+    *, num_prefill: int, num_decode: int, device: Device, gpus_each: int = 1
 ) -> list[EngineSlot]:
-    """Ports, cores and GPUs for each engine of a cluster on this machine."""
+    """Ports, cores and GPUs for each engine of a cluster on this machine.
+
+    ``CUDA_VISIBLE_DEVICES`` says which GPUs there are; unset, all from 0 on.
+    """
     roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
     ports = free_ports(3 * len(roles))
     cores = share_cores(sorted(os.sched_getaffinity(0)), len(roles))
+    gpus = visible_gpus(count=gpus_each * len(roles))
     slots = []
     for index, role in enumerate(roles):
         number = index if role is Role.PREFILL else index - num_prefill
@@ -67,10 +71,30 @@ def plan_slots(
                 side_port=side_port,
                 lease_port=lease_port,
                 cores=cores[index] if device is Device.CPU else (),
-                gpu=index if device is Device.CUDA else None,
+                gpus=gpus[index * gpus_each :][:gpus_each]
+                if device is Device.CUDA
+                else (),
             )
         )
     return slots
+
+
+def visible_gpus(*, count: int) -> tuple[str, ...]:
+    """Names of the GPUs to use, ``count`` at the most.
+
+    Raises:
+        ClusterError: ``CUDA_VISIBLE_DEVICES`` allows fewer.
+    """
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is None:
+        return tuple(map(str, range(count)))
+    names = tuple(name.strip() for name in allowed.split(",") if name.strip())
+    if names and len(names) < count:
+        raise ClusterError(
+            f"the engines need {count} GPUs and CUDA_VISIBLE_DEVICES allows "
+            f"{len(names)}: start fewer engines, or allow more"
+        )
+    return names[:count]
 
 
 class Cluster:

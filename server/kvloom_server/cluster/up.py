@@ -19,7 +19,15 @@ from kvloom_server.settings import EngineSpec, RouterSettings
 
 from . import model as bundled
 from .console import StartDisplay
-from .engine_args import Connector, Device, EngineSlot, ModelChoice, Recipe, Role
+from .engine_args import (
+    Connector,
+    Device,
+    EngineSlot,
+    ModelChoice,
+    Recipe,
+    Role,
+    gpus_each,
+)
 from .introduce import IntroductionError, introduce
 from .launch import Cluster, detect_device, plan_slots, served_model
 
@@ -99,6 +107,7 @@ async def local_cluster(
         num_prefill=settings.num_prefill,
         num_decode=settings.num_decode,
         device=device,
+        gpus_each=gpus_each(settings.engine_args),
     )
     with display.engines(len(slots)) as bar:
         cluster = Cluster(

@@ -188,7 +188,7 @@ class Engines:
         try:
             listed = msgspec.json.decode(body, type=_ModelList).data
             engine.models = {_model_id(raw): raw for raw in listed}
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             log.warning("engine=%s event=models_unreadable", engine.name)
 
     async def _get(self, engine: Engine, path: str) -> tuple[int, bytes]:

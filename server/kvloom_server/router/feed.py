@@ -302,5 +302,5 @@ async def _receive(socket: zmq.asyncio.Socket, timeout_s: float) -> Any:
         return None
     try:
         return msgspec.msgpack.decode(frames[2], type=body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None

@@ -156,7 +156,7 @@ def _text(values: Body, name: str) -> str | None:
         return None
     try:
         return msgspec.json.decode(raw, type=str)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -225,5 +225,5 @@ class _Message(msgspec.Struct):
 def _role(message: msgspec.Raw) -> str:
     try:
         return msgspec.json.decode(message, type=_Message).role
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return ""
