@@ -476,3 +476,16 @@ async def test_models_are_those_of_the_engines() -> None:
             "decode": {"d0": "up"},
             "lease_feeds": {"d0": "live"},
         }
+
+
+async def test_a_base_url_without_v1_means_the_same() -> None:
+    """Half of all users leave it out."""
+    async with staged() as stage:
+        body = {"model": MODEL, "messages": opening(), "max_tokens": 3}
+        answers = [
+            await stage.post(body, path)
+            for path in ("/chat/completions", "/v1/chat/completions")
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        short, full = (answer.json()["choices"] for answer in answers)
+        assert short == full

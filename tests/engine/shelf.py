@@ -50,6 +50,12 @@ class Shelf:
         assert self._running is not None
         return self._running
 
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """The ``kvloom up`` of what runs."""
+        assert self._process is not None
+        return self._process
+
     def _start(self, flags: tuple[str, ...]) -> None:
         self._count += 1
         here = self.folder / f"cluster-{self._count}"

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import httpx
 import pytest
 from pair import Messages, Pair, common_prefix_len
 
-from kvloom.protocol import PlanKind, Reason
+from kvloom.protocol import PlanKind, Reason, decode_params, prefill_params
 
 BANK = "You are a helpful assistant for a bank called Blue. " * 30
 COOK = "You are a cooking robot that loves pasta recipe. " * 30
@@ -176,3 +177,28 @@ def test_a_tool_loop_keeps_what_the_model_wrote(pair: Pair) -> None:
     assert common >= len(called.prompt_ids)
     assert (answer.plan.returned_tokens or 0) >= common - 1
     assert answer.token_ids == pair.oracle(again, tool_choice="none", **body)
+
+
+def test_decode_never_reads_a_prompt_that_prefill_did_not_compute(pair: Pair) -> None:
+    """Flags or templates that differ between the engines cost a prefill."""
+    bank, cooking = (pair.tokenize(m) for m in (BANKING, opening(COOK, "Who is it?")))
+    body = {"model": pair.model, "temperature": 0, "return_token_ids": True}
+    handed = pair.http.post(
+        f"{pair.prefill}/v1/completions",
+        json=body
+        | {"prompt": bank, "max_tokens": 1, "kv_transfer_params": prefill_params(None)},
+    ).json()["kv_transfer_params"]
+    given = body | {"prompt": cooking, "max_tokens": 16}
+    params = decode_params(handed, turn_id=None)
+    wrong = pair.http.post(
+        f"{pair.decode}/v1/completions", json=given | {"kv_transfer_params": params}
+    )
+    fresh = pair.http.post(
+        f"{pair.decode}/v1/completions", json=given | {"cache_salt": "fresh"}
+    )
+    assert _ids(wrong) == _ids(fresh)
+
+
+def _ids(answer: httpx.Response) -> list[int]:
+    ids: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
+    return ids

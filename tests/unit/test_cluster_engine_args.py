@@ -73,7 +73,7 @@ def test_the_stock_connector_gets_nothing_of_ours():
     """``--connector stock`` is stock vLLM, for comparison."""
     config = transfer(engine_command(DECODE, recipe(connector=Connector.STOCK)))
     assert "kv_connector_module_path" not in config
-    assert config["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
+    assert config["kv_connector_extra_config"] == {"bidirectional_kv_xfer": False}
 
 
 def test_a_gpu_host_gets_vllms_own_defaults():

@@ -144,14 +144,17 @@ _ONE_CORE_ARGS = [
 
 def _transfer_config(slot: EngineSlot, recipe: Recipe) -> dict[str, Any]:
     is_prefill = slot.role is Role.PREFILL
-    extra: dict[str, Any] = {"bidirectional_kv_xfer": recipe.is_returning}
+    # The stock connector's returns are not verified, so they are never on here.
+    is_ours = recipe.connector is Connector.KVLOOM
+    is_returning = recipe.is_returning and is_ours
+    extra: dict[str, Any] = {"bidirectional_kv_xfer": is_returning}
     config: dict[str, Any] = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_producer" if is_prefill else "kv_consumer",
         "kv_buffer_device": recipe.device.value,
         "kv_connector_extra_config": extra,
     }
-    if recipe.connector is Connector.KVLOOM:
+    if is_ours:
         config["kv_connector_module_path"] = "kvloom_connector.connector"
         extra["lease_port"] = slot.lease_port
         if recipe.device is Device.CPU:

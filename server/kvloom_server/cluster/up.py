@@ -30,6 +30,7 @@ from .engine_args import (
 )
 from .introduce import IntroductionError, introduce
 from .launch import Cluster, detect_device, plan_slots, served_model
+from .ports import check_free
 
 T = TypeVar("T")
 
@@ -96,7 +97,9 @@ async def local_cluster(
     Raises:
         ModelUnavailableError: the bundled model can't be prepared.
         ClusterError: an engine did not start.
+        PortTakenError: somebody else has the router's port.
     """
+    check_free(settings.port)
     display = StartDisplay(console)
     device = detect_device()
     choice = await _choose_model(settings, display)
@@ -141,6 +144,12 @@ async def _introduce(
     console: Console,
 ) -> None:
     is_ours = settings.connector is Connector.KVLOOM
+    if settings.is_returning and not is_ours:
+        console.print(
+            "[yellow]note:[/] returns are off: what vLLM's own connector returns is "
+            "not verified, so this cluster does not use it",
+            highlight=False,
+        )
     try:
         met = await introduce(
             slots,

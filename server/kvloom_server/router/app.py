@@ -71,7 +71,7 @@ class RouterApp:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _answer(self, scope: Scope, client: Exchange) -> None:
-        path = scope["path"]
+        path = _canonical(scope["path"])
         route = path if path in self._routes else "other"
         outcome = "error"
         try:
@@ -137,5 +137,11 @@ class RouterApp:
         return "ok"
 
 
+def _canonical(path: str) -> str:
+    """A base URL without ``/v1`` means the same."""
+    return f"/v1{path}" if path in _WITHOUT_VERSION else path
+
+
+_WITHOUT_VERSION = frozenset({"/chat/completions", "/completions", "/models"})
 _GET = frozenset({"GET", "HEAD"})
 _POST = frozenset({"POST"})

@@ -1,0 +1,169 @@
+"""What a user types: the README's samples, the demo, the command line."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import readme
+from shelf import Running, Shelf
+
+KVLOOM = [sys.executable, "-m", "kvloom_server"]
+EXACT = "--engine-arg=--dtype=float32"
+
+
+@pytest.fixture(scope="module")
+def demo(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of `kvloom demo`, which starts a pair of its own."""
+    shelf.clear()
+    folder = tmp_path_factory.mktemp("demo")
+    command = [*KVLOOM, "demo", f"--json={folder / 'demo.json'}"]
+    command += [f"--log-dir={folder / 'logs'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads((folder / "demo.json").read_text())
+    return result
+
+
+def test_the_demo_gives_the_same_answers_with_and_without_returns(
+    demo: dict[str, Any],
+) -> None:
+    """Four conversations, and the same one each time."""
+    assert demo["answers_equal"] is True
+    assert [case["prefill_cache"] for case in demo["cases"]] == ["kept", "lost"]
+
+
+def test_the_demo_reuses_what_there_is_to_reuse(demo: dict[str, Any]) -> None:
+    """From the third turn on at least 95 % of the common prefix is not computed,
+    over a history that grows past 2,500 tokens."""
+    for case in demo["cases"]:
+        assert len(case["turns"]) >= 6
+        assert case["turns"][-1]["prompt_tokens"] > 2500
+        for turn in case["turns"][2:]:
+            reused = turn["local_tokens"] + turn["returned_tokens"]
+            assert reused >= 0.95 * turn["common_tokens"], turn
+            assert reused + turn["computed_tokens"] == turn["prompt_tokens"]
+            assert turn["plan"] == "return"
+
+
+def test_the_demo_returns_everything_when_prefill_lost_its_cache(
+    demo: dict[str, Any],
+) -> None:
+    """Then all reuse is decode's."""
+    lost = demo["cases"][1]["turns"]
+    assert [turn["local_tokens"] for turn in lost] == [0] * len(lost)
+    assert all(turn["returned_tokens"] for turn in lost[1:])
+
+
+@pytest.fixture
+def running(shelf: Shelf) -> Running:
+    """A cluster as `kvloom up` starts it."""
+    return shelf.up(EXACT)
+
+
+@pytest.mark.parametrize("number", range(len(readme.blocks("python"))))
+def test_the_readmes_samples_run(running: Running, number: int, tmp_path: Path) -> None:
+    """Copied out of the README, with the URL that `kvloom up` printed."""
+    sample = readme.blocks("python")[number]
+    assert "http://127.0.0.1:8000/v1" in sample
+    code = sample.replace("http://127.0.0.1:8000/v1", running.base_url)
+    path = tmp_path / "sample.py"
+    path.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plan" in done.stdout
+
+
+def test_a_router_alone_serves_engines_that_run_elsewhere(running: Running) -> None:
+    """`kvloom serve` over the cluster's engines, found by their URLs."""
+    import openai
+
+    port = _free_port()
+    command = [*KVLOOM, "serve", f"--port={port}", f"--prefill={running.prefill[0]}"]
+    command += [f"--decode={running.decode[0]},lease={running.lease[0]}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as router:
+        try:
+            client = openai.OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=20
+            )
+            with client:
+                answer = client.chat.completions.create(
+                    model=running.model,
+                    messages=[{"role": "user", "content": "Hello"}],
+                    max_tokens=3,
+                )
+                assert answer.choices[0].message.content
+        finally:
+            router.send_signal(signal.SIGTERM)
+        assert router.wait() == 0
+
+
+def test_doctor_finds_nothing_amiss_where_the_tests_run() -> None:
+    """`kvloom doctor` looks at everything, and says so."""
+    done = subprocess.run(
+        [*KVLOOM, "doctor"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "lack" not in done.stdout
+    assert "NIXL" in done.stdout
+
+
+def test_an_engine_that_cannot_start_is_an_error_with_its_log(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    """A model that is not there: the reason is shown, and nothing is left."""
+    shelf.clear()
+    ready = tmp_path / "ready.json"
+    command = [*KVLOOM, "up", "--port=0", "--model=/no/such/model"]
+    command += [f"--ready-file={ready}", f"--log-dir={tmp_path / 'logs'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "/no/such/model" in done.stderr
+    assert not ready.exists()
+
+
+def test_a_port_that_is_taken_is_said_before_any_engine_loads(tmp_path: Path) -> None:
+    """Nobody waits a minute for that."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [*KVLOOM, "up", f"--port={port}", f"--log-dir={tmp_path / 'logs'}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert str(port) in done.stderr
+    assert not list((tmp_path / "logs").glob("*.log"))
+
+
+def test_a_killed_cluster_takes_its_engines_along(
+    shelf: Shelf, running: Running
+) -> None:
+    """`kill -9` of `kvloom up` leaves no engine behind."""
+    shelf.process.kill()
+    shelf.process.wait()
+    for pid in running.pids:
+        _await_end(pid)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def _await_end(pid: int) -> None:
+    from pair import attempts
+
+    for _ in attempts(f"process {pid} to end"):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
