@@ -5,11 +5,12 @@ in ``take_freed()`` until the scheduler thread gives them back. Not
 thread-safe: whoever shares it holds a lock.
 """
 
+import heapq
 from collections import Counter
-from collections.abc import Iterator
 
-from kvloom.protocol import LeaseEvent, LeaseRecord, LeaseState
+from kvloom.protocol import PROVISIONAL, LeaseEvent, LeaseRecord, LeaseState
 
+from .agenda import Agenda
 from .lease import ENDINGS, TRANSITIONS, Lease, Step, advance
 
 
@@ -22,9 +23,14 @@ class LeaseBook:
 
     def __init__(self, *, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        # In the order of granting: the oldest is given up first.
         self._leases: dict[str, Lease] = {}
+        self._claimed: set[str] = set()
         self._holders: Counter[int] = Counter()
+        # Both lists hold entries that no longer stand; see `_end_of` and
+        # `_least_valuable`.
+        self._agenda: Agenda[tuple[str, str | None]] = Agenda()
+        self._by_value: list[tuple[tuple[float, int], str]] = []
+        self._num_granted = 0
         self._freed: list[Lease] = []
         self._events: list[LeaseEvent] = []
         self._seq = 0
@@ -60,9 +66,13 @@ class LeaseBook:
             if same is None or same.ending is not None:
                 self.decline(lease.lease_id, reason=why, now=now)
             return why
+        self._num_granted += 1
+        lease.order = self._num_granted
         self._leases[lease.lease_id] = lease
         self._holders.update(lease.block_ids())
-        self._emit(lease)
+        self._agenda.add(lease.deadline, (lease.lease_id, None))
+        self._offer(lease)
+        self._emit(lease, reason=PROVISIONAL if lease.is_provisional else "")
         return None
 
     def _make_room(self, lease: Lease) -> str | None:
@@ -74,7 +84,7 @@ class LeaseBook:
         return None
 
     def _can_fit(self, lease: Lease) -> bool:
-        claimed = (held for held in self._leases.values() if held.claims)
+        claimed = (self._leases[lease_id] for lease_id in self._claimed)
         least = set(lease.block_ids()).union(*(held.block_ids() for held in claimed))
         return len(least) <= self._max_blocks
 
@@ -109,8 +119,10 @@ class LeaseBook:
             return None
         if lease.state is LeaseState.GRANTED:
             lease.state = advance(lease.state, Step.CLAIM)
+            self._claimed.add(lease_id)
             self._emit(lease)
         lease.claims[claim_id] = now + timeout_s
+        self._agenda.add(now + timeout_s, (lease_id, claim_id))
         return lease
 
     def unclaim(self, lease_id: str, claim_id: str) -> bool:
@@ -120,7 +132,9 @@ class LeaseBook:
             return False
         if not lease.claims:
             lease.state = advance(lease.state, Step.UNCLAIM)
+            self._claimed.discard(lease_id)
             if lease.ending is None:
+                self._offer(lease)
                 self._emit(lease)
             else:
                 self._end(lease, lease.ending)
@@ -134,40 +148,74 @@ class LeaseBook:
         self._end(lease, Step.RELEASE)
         return True
 
-    def renew(self, lease_id: str, *, now: float, ttl_s: float) -> bool:
-        """Move a live lease's deadline; whether there was one."""
+    def renew(
+        self,
+        lease_id: str,
+        *,
+        now: float,
+        ttl_s: float,
+        expected_return: float | None = None,
+    ) -> bool:
+        """Move a live lease's deadline; whether there was one.
+
+        Args:
+            lease_id: its name.
+            now: unix time.
+            ttl_s: how long to keep it from now, seconds.
+            expected_return: when its next turn is expected, unix time; what was
+                known stays where this is ``None``.
+        """
         lease = self._leases.get(lease_id)
         if lease is None or lease.ending is not None or lease.deadline <= now:
             return False
         lease.deadline = now + ttl_s
+        lease.is_provisional = False
+        self._agenda.add(lease.deadline, (lease_id, None))
+        if expected_return is not None:
+            lease.expected_return = expected_return
+            self._offer(lease)
         self._emit(lease, reason="renewed")
         return True
 
     def expire(self, *, now: float) -> None:
         """End what is over: lapsed claims, and leases past their deadline."""
-        for lease in list(self._leases.values()):
-            for claim_id in [c for c, end in lease.claims.items() if end <= now]:
-                self.unclaim(lease.lease_id, claim_id)
-            if lease.deadline <= now and lease.lease_id in self._leases:
-                self._end(lease, Step.EXPIRE)
+        for lease_id, claim_id in self._agenda.due(now):
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                continue
+            if claim_id is None:
+                if lease.deadline <= now:
+                    self._end(lease, Step.EXPIRE)
+            elif lease.claims.get(claim_id, now + 1) <= now:
+                self.unclaim(lease_id, claim_id)
 
     def next_deadline(self) -> float | None:
-        """When ``expire`` has something to do next, unix time."""
-        return min(self._deadlines(), default=None)
-
-    def _deadlines(self) -> Iterator[float]:
-        for lease in self._leases.values():
-            yield from lease.claims.values()
-            if lease.ending is None:
-                yield lease.deadline
+        """When to call ``expire`` next, unix time; it may find nothing to do."""
+        return self._agenda.next()
 
     def evict(self, *, reason: str = "pressure") -> bool:
         """Give up the least valuable unclaimed lease; whether there was one."""
-        for lease in self._leases.values():
-            if lease.state is LeaseState.GRANTED:
-                self._end(lease, Step.EVICT, reason=reason)
-                return True
-        return False
+        lease = self._least_valuable()
+        if lease is None:
+            return False
+        self._end(lease, Step.EVICT, reason=reason)
+        return True
+
+    def _offer(self, lease: Lease) -> None:
+        heapq.heappush(self._by_value, (lease.value(), lease.lease_id))
+
+    def _least_valuable(self) -> Lease | None:
+        while self._by_value:
+            value, lease_id = heapq.heappop(self._by_value)
+            lease = self._leases.get(lease_id)
+            # One that is claimed now is offered again when its claims end.
+            if (
+                lease is not None
+                and lease.value() == value
+                and lease.state is LeaseState.GRANTED
+            ):
+                return lease
+        return None
 
     def _end(self, lease: Lease, step: Step, *, reason: str = "") -> None:
         if (lease.state, step) not in TRANSITIONS:
@@ -236,4 +284,7 @@ class LeaseBook:
             assert lease.state not in ENDINGS.values(), f"a dead lease is kept: {lease}"
             assert (lease.state is LeaseState.CLAIMED) == bool(lease.claims)
             assert lease.ending is None or lease.claims, "an ended lease is kept"
+            is_offered = (lease.value(), lease_id) in self._by_value
+            assert lease.claims or is_offered, "a lease can't be given up"
+        assert self._claimed == {i for i, held in self._leases.items() if held.claims}
         assert all(lease.state in ENDINGS.values() for lease in self._freed)

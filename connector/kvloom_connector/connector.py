@@ -47,6 +47,11 @@ class NixlConnector(NixlPullConnector):
             self.connector_scheduler = LeasingScheduler(
                 vllm_config, self.engine_id, kv_cache_config, settings=settings
             )
+            # vLLM fences freed blocks against a step in flight only where KV
+            # arrives asynchronously, and takes that from the role. With returns
+            # it arrives on prefill too.
+            if settings.bidirectional_kv_xfer and transfer.kv_role == "kv_producer":
+                transfer.kv_role = "kv_both"
         else:
             self.connector_worker = LeasedWorker(
                 vllm_config, self.engine_id, kv_cache_config, settings=settings

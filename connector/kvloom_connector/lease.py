@@ -5,6 +5,7 @@ granted ── claim ──► claimed ── last claim ends ──► granted
    └── release │ expire │ evict ──► released │ expired │ evicted
 """
 
+import math
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -67,11 +68,23 @@ class Lease:
     """What else shapes each block; empty when nothing does."""
     deadline: float
     """Unix time, seconds."""
+    expected_return: float | None = None
+    """When the next turn is expected, unix time; ``None``: nobody said."""
+    is_provisional: bool = False
+    """Whether the turn may have been broken off: only a renewal keeps it."""
+    order: int = 0
+    """Rises with each lease that the book grants."""
     state: LeaseState = LeaseState.GRANTED
     claims: dict[str, float] = field(default_factory=dict)
     """Claim id → when the claim lapses, unix time."""
     ending: Step | None = None
     """How the lease ends once its claims have."""
+
+    def value(self) -> tuple[float, int]:
+        """The lower, the sooner it is given up: first those that nobody expects
+        back, oldest first, then the one expected back last."""
+        expected = self.expected_return
+        return (-math.inf if expected is None else -expected, self.order)
 
     def block_ids(self) -> tuple[int, ...]:
         """All blocks of all groups."""

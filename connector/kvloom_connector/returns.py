@@ -77,9 +77,11 @@ class ReturnDesk:
         self._claim_timeout_s = claim_timeout_s
         self._returns: dict[str, Return] = {}
         self._admitted: dict[str, tuple[int, int]] = {}
+        # Reads under way for requests that were aborted.
+        self._orphans: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
-        return len(self._returns) + len(self._admitted)
+        return len(self._returns) + len(self._admitted) + len(self._orphans)
 
     def knows(self, request_id: str) -> bool:
         """Whether this request's return was begun."""
@@ -156,17 +158,26 @@ class ReturnDesk:
 
     def read_done(self, request_id: str) -> None:
         """The read is over, well or not: decode may have its blocks back."""
+        ticket = self._orphans.pop(request_id, None)
+        if ticket is not None:
+            self._claims.close_ticket(ticket)
         record = self._returns.get(request_id)
         if record is not None and record.phase is Phase.READING:
             record.phase = Phase.OVER
             self._claims.close_ticket(record.ticket)
 
     def finish(self, request_id: str) -> PrefillOutcome | None:
-        """Forget a finished request; what became of it, if it was admitted."""
+        """Forget a finished request; what became of it, if it was admitted.
+
+        A read that its request did not live to see keeps its claim to its end.
+        """
         record = self._returns.pop(request_id, None)
         admitted = self._admitted.pop(request_id, None)
         if record is not None:
-            self._end(record, Reason.READ_FAILED)
+            if record.phase is Phase.READING:
+                self._orphans[request_id] = record.ticket
+            else:
+                self._end(record, Reason.READ_FAILED)
         if admitted is None:
             return None
         why = None if record is None or admitted[1] else record.why

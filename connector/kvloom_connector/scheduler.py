@@ -6,7 +6,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvloom.protocol import handover, lease_of, prompt_mark_of, turn_of
+from kvloom.protocol import (
+    expected_return_of,
+    handover,
+    lease_of,
+    prompt_mark_of,
+    turn_of,
+)
 
 from .book import LeaseBook
 from .claims import ClaimDesk
@@ -20,6 +26,7 @@ from .vllm_hooks import (
     NixlPullConnectorScheduler,
     extra_digests,
     finish_reason,
+    may_have_stopped,
     num_valid_tokens,
     prompt_mark,
 )
@@ -27,6 +34,8 @@ from .vllm_hooks import (
 logger = logging.getLogger("vllm.kvloom")
 
 LEASE_PORT_OFFSET = 1000
+PROVISIONAL_S = 5.0
+"""How long a lease waits for somebody to say that its turn ended well."""
 READ_MARK = "kvloom-read"
 """Begins the name under which prefill reports a read to decode's worker."""
 
@@ -50,7 +59,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         engine_id: this engine's id for NIXL.
         kv_cache_config: vLLM's KV-cache layout.
         settings: ours.
-        clock: unix time, seconds.
+        clock: unix time, seconds; by default one that never jumps.
     """
 
     def __init__(
@@ -60,11 +69,12 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         kv_cache_config: Any,
         *,
         settings: ConnectorSettings,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._settings = settings
-        self._clock = clock
+        self._clock = clock or steady_unix_clock()
+        self._leases_out = bool(vllm_config.kv_transfer_config.is_kv_consumer)
         self._hold: BlockHold | None = None
         self._service: LeaseService | None = None
         self._claims = ClaimDesk(lifetime_s=settings.claim_lifetime_s)
@@ -81,7 +91,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         self._hold = BlockHold(manager, self._give_up_some)
         config = self.vllm_config
         parallel = config.parallel_config
-        if not (self._settings.bidirectional_kv_xfer and self._is_decode):
+        if not (self._settings.bidirectional_kv_xfer and self._leases_out):
             return
         self._service = LeaseService(
             LeaseBook(
@@ -101,11 +111,9 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             host=self._settings.lease_host,
             port=self._settings.lease_port
             or self.side_channel_port + LEASE_PORT_OFFSET,
+            ttl_s=self._settings.decoder_kv_blocks_ttl,
+            clock=self._clock,
         )
-
-    @property
-    def _is_decode(self) -> bool:
-        return bool(self.vllm_config.kv_transfer_config.is_kv_consumer)
 
     # ── prefill: a turn arrives ──────────────────────────────────────────────
 
@@ -249,12 +257,17 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         assert self._service is not None
         assert self._hold is not None
         now = self._clock()
-        why = finish_reason(request) or self._why_no_lease(request, block_ids)
+        is_provisional = may_have_stopped(request)
+        why = None if is_provisional else finish_reason(request)
+        why = why or self._why_no_lease(request, block_ids)
         if why is not None:
             with self._service.locked() as book:
                 book.decline(turn_id, reason=why, now=now)
             return
         lease = self._lease(request, block_ids, turn_id, now=now)
+        if is_provisional:
+            lease.is_provisional = True
+            lease.deadline = now + PROVISIONAL_S
         with self._service.locked() as book:
             # Held before the book makes room, which may free shared blocks.
             self._hold.keep(lease.block_ids())
@@ -286,6 +299,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         tokens = array("i", request.all_token_ids[:num_tokens])
         extras = extra_digests(request, num_tokens=num_tokens, block_size=size)
         num_blocks = -(-num_tokens // size)
+        wait_s = expected_return_of(request.kv_transfer_params)
         return Lease(
             lease_id=turn_id,
             num_tokens=num_tokens,
@@ -294,6 +308,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             digests=ladder(tokens, block_size=size, extras=extras),
             extras=extras,
             deadline=now + self._settings.decoder_kv_blocks_ttl,
+            expected_return=None if wait_s is None else now + wait_s,
         )
 
     # ── leases end ───────────────────────────────────────────────────────────
@@ -326,6 +341,15 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             self._service.close()
         self._claims.close()
         super().shutdown()
+
+
+def steady_unix_clock() -> Callable[[], float]:
+    """Unix time as it was at the start, going on without jumps.
+
+    A clock that is put forward must not end a claim in the middle of a read.
+    """
+    start = time.time() - time.monotonic()
+    return lambda: start + time.monotonic()
 
 
 def _read_params(pull: Pull, block_size: int) -> dict[str, Any]:

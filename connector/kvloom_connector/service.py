@@ -45,6 +45,7 @@ from .wire import decode, encode
 logger = logging.getLogger("vllm.kvloom")
 
 IDLE_POLL_S = 60.0
+DEFAULT_TTL_S = 480.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class LeaseService:
         identity: of this engine.
         host: where to listen.
         port: 0 takes a free one; see :attr:`address`.
+        ttl_s: what a renewal that names no time gets, seconds.
         clock: unix time, seconds.
 
     Raises:
@@ -108,8 +110,10 @@ class LeaseService:
         *,
         host: str,
         port: int,
+        ttl_s: float = DEFAULT_TTL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._ttl_s = ttl_s
         self._book = book
         self._identity = identity
         self._clock = clock
@@ -242,10 +246,19 @@ class LeaseService:
         )
 
     def _renew(self, renew: Renew, *, now: float) -> Done | Refused:
+        ttl_s = self._ttl_s if renew.ttl_s is None else renew.ttl_s
         # Not a number, or for ever, would keep the lease from ever ending.
-        if not 0 < renew.ttl_s <= MAX_LEASE_TTL_S:
+        if not 0 < ttl_s <= MAX_LEASE_TTL_S:
             return Refused(reason=f"ttl_s must be from 0 to {MAX_LEASE_TTL_S:.0f}")
-        is_renewed = self._book.renew(renew.lease_id, now=now, ttl_s=renew.ttl_s)
+        wait_s = renew.expected_return_s
+        if wait_s is not None and not 0 <= wait_s <= MAX_LEASE_TTL_S:
+            return Refused(reason="expected_return_s must be 0 or more seconds")
+        is_renewed = self._book.renew(
+            renew.lease_id,
+            now=now,
+            ttl_s=ttl_s,
+            expected_return=None if wait_s is None else now + wait_s,
+        )
         return _done(renew.lease_id, is_renewed)
 
     def _claim(self, claim: Claim, *, now: float) -> Any:

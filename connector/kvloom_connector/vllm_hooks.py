@@ -29,6 +29,7 @@ __all__ = [
     "extra_digests",
     "finish_reason",
     "is_on_cpu",
+    "may_have_stopped",
     "num_valid_tokens",
     "prompt_mark",
 ]
@@ -97,6 +98,22 @@ def finish_reason(request: Request) -> str | None:
     if request.status in _SOUND:
         return None
     return str(RequestStatus(request.status).name).lower()
+
+
+def may_have_stopped(request: Request) -> bool:
+    """Whether an aborted request may have ended at a stop string.
+
+    vLLM finds stop strings in its front end and then aborts the request, just
+    as when a client left. KV exists from the first generated token on; before,
+    a read from prefill may be under way.
+    """
+    sampling = request.sampling_params
+    return (
+        request.status == RequestStatus.FINISHED_ABORTED
+        and sampling is not None
+        and bool(sampling.stop)
+        and request.num_output_tokens > 0
+    )
 
 
 def extra_digests(

@@ -489,3 +489,22 @@ async def test_a_base_url_without_v1_means_the_same() -> None:
         assert [answer.status_code for answer in answers] == [200, 200]
         short, full = (answer.json()["choices"] for answer in answers)
         assert short == full
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_turn_that_stopped_at_a_stop_string_is_kept(is_streamed: bool) -> None:
+    """The engine can't tell it from a client that left; the router can, and says
+    so before the lease is gone."""
+    async with staged() as stage:
+        whole = await stage.turn(opening())
+        stop = whole.message.content.split()[2]
+        asked = stage.stream if is_streamed else stage.turn
+        first = await asked(opening(), stop=[stop])
+        assert first.handle is not None
+        decode = stage.cluster.decode[0].engine
+        await decode.changes.until(
+            lambda: any(e.reason == "renewed" for e in decode.leases.events)
+        )
+        stage.cluster.prefill[0].engine.lose_cache()
+        second = await stage.turn(follow_up(opening(), first.message))
+        assert second.report.returned_tokens

@@ -321,3 +321,42 @@ def test_only_an_unclaimed_lease_ends():
         if step in ENDINGS:
             assert state is LeaseState.GRANTED
             assert after is ENDINGS[step]
+
+
+def test_the_lease_expected_back_last_is_given_up_first():
+    """Those that nobody expects go first, oldest first; then the one whose next
+    turn is furthest away; the soonest expected goes last."""
+    book = LeaseBook(max_blocks=100)
+    expected = {"soon": 5.0, "later": 50.0, "unknown": None, "unknown too": None}
+    for number, (name, wait_s) in enumerate(expected.items()):
+        granted = lease(name, [number])
+        granted.expected_return = wait_s
+        book.grant(granted, now=0.0)
+    order = []
+    while book.evict():
+        order += [ended.lease_id for ended in book.take_freed()]
+    assert order == ["unknown", "unknown too", "later", "soon"]
+
+
+def test_a_renewal_moves_a_lease_in_the_order():
+    """What the router learns during the tool's run counts."""
+    book = LeaseBook(max_blocks=100)
+    for number, name in enumerate(["first", "second"]):
+        book.grant(lease(name, [number]), now=0.0)
+    assert book.renew("first", now=1.0, ttl_s=10.0, expected_return=3.0)
+    assert book.evict()
+    assert [ended.lease_id for ended in book.take_freed()] == ["second"]
+
+
+def test_a_provisional_lease_ends_soon_unless_it_is_renewed():
+    """Nobody knows yet whether its turn ended well or was broken off."""
+    book = LeaseBook(max_blocks=100)
+    for name, block in (("kept", 1), ("dropped", 2)):
+        granted = lease(name, [block], deadline=5.0)
+        granted.is_provisional = True
+        book.grant(granted, now=0.0)
+    assert [event.reason for event in book.take_events()] == ["provisional"] * 2
+    assert book.renew("kept", now=1.0, ttl_s=480.0)
+    book.expire(now=6.0)
+    assert [record.lease_id for record in book.records()] == ["kept"]
+    book.check_integrity()

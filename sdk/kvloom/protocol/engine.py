@@ -5,6 +5,7 @@ stock keys beside it (``do_remote_decode`` …) are vLLM's. Clients never see an
 of this, and the router never lets a client's own params through.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -73,7 +74,10 @@ def prefill_params(lease: LeaseRef | None) -> dict[str, Any]:
 
 
 def decode_params(
-    prefilled: Mapping[str, Any] | None, *, turn_id: str | None
+    prefilled: Mapping[str, Any] | None,
+    *,
+    turn_id: str | None,
+    expected_return_s: float | None = None,
 ) -> dict[str, Any] | None:
     """``kv_transfer_params`` of a decode leg.
 
@@ -82,10 +86,16 @@ def decode_params(
             computes the prompt itself.
         turn_id: asks for a lease of that name when the turn ends; ``None``
             asks for none.
+        expected_return_s: how long after this turn's end the next one is
+            expected, seconds; ``None``: nobody knows.
     """
     params = {k: v for k, v in (prefilled or {}).items() if k != ENGINE_KEY}
     mark = prompt_mark_of(prefilled or {})
-    ours = {"turn_id": turn_id, "prompt_mark": mark}
+    ours = {
+        "turn_id": turn_id,
+        "expected_return_s": expected_return_s,
+        "prompt_mark": mark,
+    }
     ours = {name: value for name, value in ours.items() if value is not None}
     if ours:
         params[ENGINE_KEY] = ours
@@ -118,6 +128,15 @@ def turn_of(params: Mapping[str, Any]) -> str | None:
     ours = params.get(ENGINE_KEY)
     turn_id = ours.get("turn_id") if isinstance(ours, Mapping) else None
     return turn_id if isinstance(turn_id, str) and turn_id else None
+
+
+def expected_return_of(params: Mapping[str, Any]) -> float | None:
+    """How long after a decode leg's end the next turn is expected, seconds."""
+    ours = params.get(ENGINE_KEY)
+    wait_s = ours.get("expected_return_s") if isinstance(ours, Mapping) else None
+    if not isinstance(wait_s, int | float) or isinstance(wait_s, bool):
+        return None
+    return float(wait_s) if 0 <= wait_s < math.inf else None
 
 
 def prompt_mark_of(params: Mapping[str, Any]) -> str | None:

@@ -23,6 +23,14 @@ DIGEST_BYTES: Final = 16
 """Of a block's digest (BLAKE2b, chained)."""
 
 
+PROVISIONAL: Final = "provisional"
+"""The reason of a ``granted`` event whose lease lives for a moment only.
+
+A stop string is found outside the engine, which then sees an aborted request,
+as after a client's leaving. Who knows that the answer ended well renews it.
+"""
+
+
 class LeaseState(StrEnum):
     """``granted → claimed → released | expired | evicted``."""
 
@@ -106,10 +114,15 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """A tool runs longer than expected: keep the lease ``ttl_s`` from now."""
+    """Keep the lease ``ttl_s`` from now: a tool runs longer than expected, or a
+    provisional lease's turn turned out to have ended well."""
 
     lease_id: str
-    ttl_s: float
+    ttl_s: float | None = None
+    """``None``: as long as the engine keeps any lease."""
+    expected_return_s: float | None = None
+    """When the next turn is expected, from now; leases that are expected back
+    soonest are given up last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvloom.protocol import (
     DIGEST_BYTES,
+    PROVISIONAL,
     Claim,
     LeaseEvent,
     LeaseRecord,
@@ -28,6 +29,9 @@ class Offer:
     blocks: tuple[int, ...]
     extra: bytes
     """Digest of what else shapes the KV."""
+    is_provisional: bool = False
+    """Whether the turn stopped at a stop string, which the engine's own process
+    can't tell from an abort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +126,9 @@ class LeaseBook:
         )
         lease = Lease(offer=offer, digests=digests, deadline=deadline)
         self._live[offer.lease_id] = lease
-        self._tell(lease, lease.state)
+        self._tell(
+            lease, lease.state, reason=PROVISIONAL if offer.is_provisional else ""
+        )
 
     def decline(self, lease_id: str, reason: str) -> None:
         """Say that a turn that asked for a lease gets none."""
@@ -159,7 +165,7 @@ class LeaseBook:
         """
         lease = self._find(lease_id)
         lease.deadline = deadline
-        self._tell(lease, lease.state)
+        self._tell(lease, lease.state, reason="renewed")
 
     def end(self, lease_id: str, state: LeaseState, *, reason: str = "") -> None:
         """End a lease; a read in progress keeps its blocks until it is done.

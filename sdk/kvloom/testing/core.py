@@ -313,6 +313,7 @@ class EngineCore:
             token_ids=ids,
             blocks=tuple(blocks),
             extra=turn.prompt.extra,
+            is_provisional=turn.outputs[0].stop_reason is not None,
         )
         leases.grant(offer)
 

@@ -36,6 +36,7 @@ from .cache import BlockPool
 from .changes import Changes
 
 LOOPBACK = "127.0.0.1"
+PROVISIONAL_S = 5.0
 
 
 class LeaseService:
@@ -115,8 +116,12 @@ class LeaseService:
             self._context.destroy(linger=0)
 
     def grant(self, offer: Offer) -> None:
-        """Lease a finished turn for the service's TTL."""
-        self.book.grant(offer, deadline=self._clock() + self._ttl_s)
+        """Lease a finished turn for the service's TTL.
+
+        A provisional one lives for :data:`PROVISIONAL_S` unless it is renewed.
+        """
+        ttl_s = PROVISIONAL_S if offer.is_provisional else self._ttl_s
+        self.book.grant(offer, deadline=self._clock() + ttl_s)
         self._watch_deadlines()
 
     def decline(self, lease_id: str, reason: str) -> None:
@@ -193,7 +198,8 @@ class LeaseService:
             case Release():
                 return self._release(message)
             case Renew(lease_id=lease_id, ttl_s=ttl_s):
-                self.book.renew(lease_id, deadline=self._clock() + ttl_s)
+                wait_s = self._ttl_s if ttl_s is None else ttl_s
+                self.book.renew(lease_id, deadline=self._clock() + wait_s)
                 self._watch_deadlines()
                 return Done(lease_id=lease_id)
             case Subscribe() | ListLeases() if self.hides_leases:

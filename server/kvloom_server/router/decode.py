@@ -7,7 +7,7 @@ error event. The last event carries the handle of the turn's lease.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from kvloom.protocol import PLAN_HEADER, PlanReport
 
@@ -33,6 +33,10 @@ from .upstream import (
 log = logging.getLogger(__name__)
 
 Granted = asyncio.Future[Lease | None]
+
+KEPT_S: Final = 60.0
+"""Until when a handle says that a lease lives which was just now renewed for as
+long as its engine keeps any; the engine alone knows how long that is."""
 
 
 class DecodeLeg:
@@ -147,12 +151,15 @@ class DecodeLeg:
             self._metrics.handle("declined" if granted.done() else "late")
             return None
         self._metrics.handle("sealed")
+        deadline = lease.deadline_unix
+        if self._feeds.keep(engine.name, lease.lease_id):
+            deadline = max(deadline, self._wall_clock() + KEPT_S)
         return self._sealer.seal(
             Sealed(
                 lease_id=lease.lease_id,
                 engine=engine.mark,
                 num_tokens=lease.num_tokens,
-                deadline_unix=lease.deadline_unix,
+                deadline_unix=deadline,
             ),
             Binding(conversation=job.turn.tag, model=job.request.model),
         )

@@ -21,12 +21,14 @@ from kvloom.protocol import (
     MESSAGES,
     OPS,
     PROTOCOL_VERSION,
+    PROVISIONAL,
     SUBSCRIPTION_S,
     Hello,
     LeaseEvent,
     Leases,
     LeaseState,
     Release,
+    Renew,
     Subscribe,
     Welcome,
 )
@@ -97,6 +99,7 @@ class LeaseFeed:
         self._clock = clock
         self._seq = -1
         self._socket: zmq.asyncio.Socket | None = None
+        self._provisional: set[str] = set()
         self._kicked = asyncio.Event()
 
     async def run(self, context: zmq.asyncio.Context) -> None:
@@ -126,6 +129,15 @@ class LeaseFeed:
         self._kicked.set()
         if self._socket is not None:
             _send(self._socket, Subscribe())
+
+    def keep(self, lease_id: str) -> bool:
+        """Have a lease kept whose turn ended well; whether that was in doubt."""
+        if lease_id not in self._provisional:
+            return False
+        self._provisional.discard(lease_id)
+        if self._socket is not None:
+            _send(self._socket, Renew(lease_id=lease_id))
+        return True
 
     def release(self, lease_id: str) -> None:
         """Tell the engine that a lease is no longer wanted; it may be lost."""
@@ -193,6 +205,10 @@ class LeaseFeed:
             self.live.clear()
             return False
         self._seq = event.seq
+        if event.reason == PROVISIONAL:
+            self._provisional.add(event.lease_id)
+        else:
+            self._provisional.discard(event.lease_id)
         let = self._directory.apply(self.engine, event, self._clock())
         if event.state is LeaseState.DECLINED:
             self._announcements.announce(event.lease_id, None)
@@ -248,6 +264,10 @@ class Feeds:
     def kick(self, engine: str) -> None:
         if engine in self._feeds:
             self._feeds[engine].kick()
+
+    def keep(self, engine: str, lease_id: str) -> bool:
+        """Say that a lease's turn ended well; whether that was in doubt."""
+        return engine in self._feeds and self._feeds[engine].keep(lease_id)
 
     def let_go(self, leases: Iterable[Let]) -> None:
         """Release leases on their engines."""
