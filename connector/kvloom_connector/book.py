@@ -34,6 +34,11 @@ class LeaseBook:
         self._freed: list[Lease] = []
         self._events: list[LeaseEvent] = []
         self._seq = 0
+        self._tally: Counter[tuple[str, str]] = Counter()
+
+    def __len__(self) -> int:
+        """Live leases, ending ones included."""
+        return len(self._leases)
 
     def __repr__(self) -> str:
         states = Counter(lease.state.value for lease in self._leases.values())
@@ -94,10 +99,9 @@ class LeaseBook:
 
     def decline(self, turn_id: str, *, reason: str, now: float) -> None:
         """Say that a turn which asked for a lease got none."""
-        self._seq += 1
-        self._events.append(
+        self._note(
             LeaseEvent(
-                seq=self._seq,
+                seq=self._seq + 1,
                 lease_id=turn_id,
                 state=LeaseState.DECLINED,
                 num_tokens=0,
@@ -243,6 +247,11 @@ class LeaseBook:
         """Whether ``take_events`` has something to take."""
         return bool(self._events)
 
+    def take_tally(self) -> Counter[tuple[str, str]]:
+        """How often each (state, reason) was reached since the last call."""
+        tally, self._tally = self._tally, Counter()
+        return tally
+
     def take_events(self) -> list[LeaseEvent]:
         """State changes since the last call, in order."""
         events, self._events = self._events, []
@@ -263,10 +272,9 @@ class LeaseBook:
         ]
 
     def _emit(self, lease: Lease, *, reason: str = "") -> None:
-        self._seq += 1
-        self._events.append(
+        self._note(
             LeaseEvent(
-                seq=self._seq,
+                seq=self._seq + 1,
                 lease_id=lease.lease_id,
                 state=lease.state,
                 num_tokens=lease.num_tokens,
@@ -274,6 +282,11 @@ class LeaseBook:
                 reason=reason,
             )
         )
+
+    def _note(self, event: LeaseEvent) -> None:
+        self._seq = event.seq
+        self._events.append(event)
+        self._tally[event.state.value, event.reason] += 1
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when an invariant does not hold."""

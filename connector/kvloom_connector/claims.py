@@ -23,6 +23,7 @@ from kvloom.protocol import (
     Release,
 )
 
+from .curve import secure_peer
 from .wire import decode, encode
 
 MAX_PEERS = 64
@@ -42,10 +43,12 @@ class ClaimDesk:
 
     Args:
         lifetime_s: how long decode honours a claim that is never released.
+        cluster_key: the one that decode engines are configured with.
     """
 
-    def __init__(self, *, lifetime_s: float) -> None:
+    def __init__(self, *, lifetime_s: float, cluster_key: bytes | None = None) -> None:
         self.lifetime_s = lifetime_s
+        self._cluster_key = cluster_key
         self._lock = threading.Lock()
         # What each open ticket got so far; a ticket that is not here is not
         # wanted any more.
@@ -161,6 +164,7 @@ class ClaimDesk:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         dealer.setsockopt(zmq.SNDHWM, 1000)
+        secure_peer(dealer, self._cluster_key)
         try:
             dealer.connect(address)
         except (zmq.ZMQError, UnicodeError):

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
 
 from .scheduler import LeasingScheduler
 from .settings import ConnectorSettings
+from .stats import LeasePromMetrics, LeaseStats
 from .vllm_hooks import check_version
 from .worker import LeasedWorker
 
@@ -56,6 +57,30 @@ class NixlConnector(NixlPullConnector):
             self.connector_worker = LeasedWorker(
                 vllm_config, self.engine_id, kv_cache_config, settings=settings
             )
+
+    def get_kv_connector_stats(self) -> Any:
+        """What happened since the last step, of this half."""
+        if isinstance(self.connector_scheduler, LeasingScheduler):
+            return self.connector_scheduler.take_stats()
+        return super().get_kv_connector_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        """Stats as they came over from the scheduler's process."""
+        return LeaseStats(data=data) if data is not None else LeaseStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        """What ``/metrics`` shows of them."""
+        return LeasePromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """vLLM hands over its cache manager once it exists."""

@@ -2,40 +2,22 @@
 
 import logging
 import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kvloom.protocol import (
-    expected_return_of,
-    handover,
-    lease_of,
-    prompt_mark_of,
-    turn_of,
-)
+from kvloom.protocol import handover, lease_of, prompt_mark_of, turn_of
 
-from .book import LeaseBook
 from .claims import ClaimDesk
 from .digest import ladder
-from .lease import Lease
+from .leasing import LeaseDesk
 from .returns import Prompt, Pull, ReturnDesk, StillAskingError
-from .service import EngineIdentity, LeaseService
+from .service import EngineIdentity
 from .settings import ConnectorSettings
-from .vllm_hooks import (
-    BlockHold,
-    NixlPullConnectorScheduler,
-    extra_digests,
-    finish_reason,
-    may_have_stopped,
-    num_valid_tokens,
-    prompt_mark,
-)
+from .stats import LeaseStats
+from .vllm_hooks import NixlPullConnectorScheduler, extra_digests, prompt_mark
 
 logger = logging.getLogger("vllm.kvloom")
 
-LEASE_PORT_OFFSET = 1000
-PROVISIONAL_S = 5.0
-"""How long a lease waits for somebody to say that its turn ended well."""
 READ_MARK = "kvloom-read"
 """Begins the name under which prefill reports a read to decode's worker."""
 
@@ -59,7 +41,6 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         engine_id: this engine's id for NIXL.
         kv_cache_config: vLLM's KV-cache layout.
         settings: ours.
-        clock: unix time, seconds; by default one that never jumps.
     """
 
     def __init__(
@@ -69,15 +50,14 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         kv_cache_config: Any,
         *,
         settings: ConnectorSettings,
-        clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._settings = settings
-        self._clock = clock or steady_unix_clock()
-        self._leases_out = bool(vllm_config.kv_transfer_config.is_kv_consumer)
-        self._hold: BlockHold | None = None
-        self._service: LeaseService | None = None
-        self._claims = ClaimDesk(lifetime_s=settings.claim_lifetime_s)
+        self._is_decode = bool(vllm_config.kv_transfer_config.is_kv_consumer)
+        self._leases: LeaseDesk | None = None
+        self._claims = ClaimDesk(
+            lifetime_s=settings.claim_lifetime_s, cluster_key=settings.cluster_key()
+        )
         self._returns = ReturnDesk(
             self._claims,
             block_size=self.block_size,
@@ -85,20 +65,15 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             claim_timeout_s=settings.claim_timeout_s,
         )
         self._num_local: dict[str, int] = {}
+        self._stats = LeaseStats()
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Take over the block pool's references, and open the lease service."""
-        self._hold = BlockHold(manager, self._give_up_some)
-        config = self.vllm_config
-        parallel = config.parallel_config
-        if not (self._settings.bidirectional_kv_xfer and self._leases_out):
+        """On decode: take over the block pool's references, and open the service."""
+        if not (self._settings.bidirectional_kv_xfer and self._is_decode):
             return
-        self._service = LeaseService(
-            LeaseBook(
-                max_blocks=int(
-                    self._settings.max_leased_fraction * self._hold.num_blocks
-                )
-            ),
+        parallel = self.vllm_config.parallel_config
+        self._leases = LeaseDesk(
+            manager,
             EngineIdentity(
                 engine_id=self.engine_id,
                 host=self.side_channel_host,
@@ -108,11 +83,8 @@ class LeasingScheduler(NixlPullConnectorScheduler):
                 pp_size=parallel.pipeline_parallel_size,
                 block_size=self.block_size,
             ),
-            host=self._settings.lease_host,
-            port=self._settings.lease_port
-            or self.side_channel_port + LEASE_PORT_OFFSET,
-            ttl_s=self._settings.decoder_kv_blocks_ttl,
-            clock=self._clock,
+            settings=self._settings,
+            cluster_key=self._settings.cluster_key(),
         )
 
     # ── prefill: a turn arrives ──────────────────────────────────────────────
@@ -148,10 +120,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """Tokens that can be loaded from elsewhere; ``None``: ask again."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode"):
-            found: tuple[int, bool] = super().get_num_new_matched_tokens(
-                request, num_computed_tokens
-            )
-            return found
+            return self._handed_over(request, num_computed_tokens)
         self._num_local[request.request_id] = num_computed_tokens
         try:
             pull = self._plan_pull(request, params, num_computed_tokens)
@@ -161,6 +130,18 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             return 0, False
         params.update(_read_params(pull, self.block_size))
         return pull.num_tokens - num_computed_tokens, True
+
+    def _handed_over(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """On decode: what prefill computed, where pulling it saves enough."""
+        num_tokens, is_async = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        if 0 < num_tokens < self._settings.handover_recompute_threshold:
+            self._decline_handover(request, request.kv_transfer_params)
+            return 0, False
+        return num_tokens, is_async
 
     def _plan_pull(
         self, request: Any, params: dict[str, Any], num_local: int
@@ -178,12 +159,16 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """Whether this engine and this request take returned blocks at all."""
         return (
             self._settings.bidirectional_kv_xfer
-            and not self._is_hma_required
-            and not self._has_mamba
+            and self._is_plain
             and not self.use_host_buffer
             and bool(request.prompt_token_ids)
             and request.num_preemptions == 0
         )
+
+    @property
+    def _is_plain(self) -> bool:
+        """Full attention only: any prefix of a sequence's blocks is of use."""
+        return not self._is_hma_required and not self._has_mamba
 
     def _prove(self, request: Any) -> Prompt:
         tokens: Sequence[int] = request.prompt_token_ids
@@ -234,8 +219,11 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             super().request_finished(request, block_ids)
         self._stop_heartbeat(request.request_id)
         turn_id = turn_of(params)
-        if turn_id is not None and self._service is not None:
-            self._grant(request, block_ids, turn_id)
+        if turn_id is not None and self._leases is not None:
+            if self._is_plain and len(block_ids) == 1:
+                self._leases.grant(request, block_ids[0], turn_id=turn_id)
+            else:
+                self._leases.decline(turn_id, reason="hybrid_model")
         return False, None
 
     def _finish_prefill(
@@ -243,7 +231,12 @@ class LeasingScheduler(NixlPullConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         delay_free, params = super().request_finished(request, block_ids)
         self._num_local.pop(request.request_id, None)
+        is_offered = self._returns.knows(request.request_id)
         outcome = self._returns.finish(request.request_id)
+        if outcome is not None and is_offered:
+            self._stats.returned(
+                why=outcome.why or "", num_tokens=outcome.returned_tokens
+            )
         if params is None:
             return bool(delay_free), None
         # Where stock code cut the prompt for decode's sake, the two differ.
@@ -251,105 +244,27 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         mark = prompt_mark(request) if is_whole else None
         return bool(delay_free), handover(params, outcome=outcome, prompt_mark=mark)
 
-    def _grant(
-        self, request: Any, block_ids: Sequence[Sequence[int]], turn_id: str
-    ) -> None:
-        assert self._service is not None
-        assert self._hold is not None
-        now = self._clock()
-        is_provisional = may_have_stopped(request)
-        why = None if is_provisional else finish_reason(request)
-        why = why or self._why_no_lease(request, block_ids)
-        if why is not None:
-            with self._service.locked() as book:
-                book.decline(turn_id, reason=why, now=now)
-            return
-        lease = self._lease(request, block_ids, turn_id, now=now)
-        if is_provisional:
-            lease.is_provisional = True
-            lease.deadline = now + PROVISIONAL_S
-        with self._service.locked() as book:
-            # Held before the book makes room, which may free shared blocks.
-            self._hold.keep(lease.block_ids())
-            if book.grant(lease, now=now) is not None:
-                self._hold.give_back(lease.block_ids())
-            self._give_back(book)
-
-    def _why_no_lease(
-        self, request: Any, block_ids: Sequence[Sequence[int]]
-    ) -> str | None:
-        if self._is_hma_required or self._has_mamba or len(block_ids) != 1:
-            return "hybrid_model"
-        if request.prompt_embeds is not None:
-            return "prompt_embeds"
-        if num_valid_tokens(request) < self.block_size:
-            return "shorter_than_a_block"
-        return None
-
-    def _lease(
-        self,
-        request: Any,
-        block_ids: Sequence[Sequence[int]],
-        turn_id: str,
-        *,
-        now: float,
-    ) -> Lease:
-        size = self.block_size
-        num_tokens = min(num_valid_tokens(request), len(block_ids[0]) * size)
-        tokens = array("i", request.all_token_ids[:num_tokens])
-        extras = extra_digests(request, num_tokens=num_tokens, block_size=size)
-        num_blocks = -(-num_tokens // size)
-        wait_s = expected_return_of(request.kv_transfer_params)
-        return Lease(
-            lease_id=turn_id,
-            num_tokens=num_tokens,
-            blocks=(tuple(block_ids[0][:num_blocks]),),
-            tokens=tokens,
-            digests=ladder(tokens, block_size=size, extras=extras),
-            extras=extras,
-            deadline=now + self._settings.decoder_kv_blocks_ttl,
-            expected_return=None if wait_s is None else now + wait_s,
-        )
-
-    # ── leases end ───────────────────────────────────────────────────────────
+    # ── each step ────────────────────────────────────────────────────────────
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Each step: give back the blocks of leases that ended meanwhile."""
-        if self._service is not None:
-            with self._service.locked() as book:
-                self._give_back(book)
+        """What the workers are to do in this step."""
+        if self._leases is not None:
+            self._leases.step()
         return super().build_connector_meta(scheduler_output)
 
-    def _give_up_some(self) -> bool:
-        """No free blocks: let go of leases; whether that freed any."""
-        if self._service is None:
-            return False
-        with self._service.locked() as book:
-            book.expire(now=self._clock())
-            return self._give_back(book) or (book.evict() and self._give_back(book))
-
-    def _give_back(self, book: LeaseBook) -> bool:
-        assert self._hold is not None
-        freed = book.take_freed()
-        for lease in freed:
-            self._hold.give_back(lease.block_ids())
-        return bool(freed)
+    def take_stats(self) -> LeaseStats:
+        """What happened since the last step, for vLLM's metrics."""
+        if self._leases is not None:
+            self._leases.count(self._stats)
+        stats, self._stats = self._stats, LeaseStats()
+        return stats
 
     def shutdown(self) -> None:
         """Stop the threads; stock shutdown after."""
-        if self._service is not None:
-            self._service.close()
+        if self._leases is not None:
+            self._leases.close()
         self._claims.close()
         super().shutdown()
-
-
-def steady_unix_clock() -> Callable[[], float]:
-    """Unix time as it was at the start, going on without jumps.
-
-    A clock that is put forward must not end a claim in the middle of a read.
-    """
-    start = time.time() - time.monotonic()
-    return lambda: start + time.monotonic()
 
 
 def _read_params(pull: Pull, block_size: int) -> dict[str, Any]:

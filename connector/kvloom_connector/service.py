@@ -37,6 +37,7 @@ from kvloom.protocol import (
 )
 
 from .book import LeaseBook
+from .curve import secure_service
 from .digest import common_rungs
 from .lease import Lease
 from .settings import MAX_CLAIM_LIFETIME_S, MAX_LEASE_TTL_S
@@ -96,6 +97,7 @@ class LeaseService:
         identity: of this engine.
         host: where to listen.
         port: 0 takes a free one; see :attr:`address`.
+        cluster_key: who does not know it is not let in; ``None``: everybody is.
         ttl_s: what a renewal that names no time gets, seconds.
         clock: unix time, seconds.
 
@@ -111,6 +113,7 @@ class LeaseService:
         host: str,
         port: int,
         ttl_s: float = DEFAULT_TTL_S,
+        cluster_key: bytes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ttl_s = ttl_s
@@ -122,7 +125,7 @@ class LeaseService:
         self._subscribers: dict[bytes, float] = {}
         self._is_stopping = False
         self._context = zmq.Context()
-        self._socket = self._bind(host, port)
+        self._socket = self._bind(host, port, cluster_key)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
@@ -132,10 +135,13 @@ class LeaseService:
         )
         self._thread.start()
 
-    def _bind(self, host: str, port: int) -> zmq.Socket[bytes]:
+    def _bind(
+        self, host: str, port: int, cluster_key: bytes | None
+    ) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         router.setsockopt(zmq.LINGER, 0)
+        secure_service(router, cluster_key)
         # A subscriber that does not read loses events and resynchronises.
         router.setsockopt(zmq.SNDHWM, 10_000)
         try:

@@ -6,7 +6,10 @@ Names are upstream's where upstream has the setting.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Final
+
+from kvloom.protocol import ClusterKeyError, CurveSide, curve_secret
 
 # Read by vLLM's own NIXL classes, under the same names.
 UPSTREAM_KEYS: Final = frozenset(
@@ -38,11 +41,17 @@ class ConnectorSettings:
     decoder_kv_blocks_ttl: float = 480.0
     """How long decode keeps a turn's blocks for the next turn, seconds."""
     kv_recompute_threshold: int = 64
-    """Fewer tokens than this are computed, not pulled."""
+    """Prefill computes fewer tokens than this, and does not pull them."""
+    handover_recompute_threshold: int = 0
+    """Decode computes fewer tokens than this, and does not pull them from
+    prefill; 0 pulls any."""
     lease_host: str = "127.0.0.1"
     """Where decode's lease service listens."""
     lease_port: int = 0
     """0: the side channel's port + 1000."""
+    cluster_key_file: str = ""
+    """File with the key that prefill, decode and router share; decode's lease
+    service then speaks CURVE and lets in nobody else. Empty: no key."""
     claim_timeout_s: float = 0.25
     """How long prefill waits for an answer before it computes locally."""
     claim_lifetime_s: float = 60.0
@@ -77,6 +86,21 @@ class ConnectorSettings:
         settings._check()
         return settings
 
+    def cluster_key(self) -> bytes | None:
+        """The cluster key, or ``None`` where none is configured.
+
+        Raises:
+            SettingsError: the file can't be read, or the key is too short.
+        """
+        if not self.cluster_key_file:
+            return None
+        try:
+            key = Path(self.cluster_key_file).read_bytes().strip()
+            curve_secret(key, CurveSide.SERVICE)
+        except (OSError, ClusterKeyError) as error:
+            raise SettingsError(f"cluster_key_file: {error}") from error
+        return key
+
     def _check(self) -> None:
         for name, is_ok, rule in self._rules():
             if not is_ok:
@@ -94,6 +118,11 @@ class ConnectorSettings:
         yield (
             "kv_recompute_threshold",
             self.kv_recompute_threshold >= 0,
+            "0 tokens or more",
+        )
+        yield (
+            "handover_recompute_threshold",
+            self.handover_recompute_threshold >= 0,
             "0 tokens or more",
         )
         yield "lease_host", bool(self.lease_host), "a host name or address"

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
 
 from .scheduler import READ_MARK
 from .settings import ConnectorSettings
+from .stats import LeaseStats
 from .vllm_hooks import bound_cores, is_on_cpu
 
 CPU_PROGRESS_DELAY_US = 1000
@@ -43,6 +44,8 @@ class LeasedWorker(NixlPullConnectorWorker):
             delay_us = CPU_PROGRESS_DELAY_US
         with _progress_delay(delay_us), _own_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
+        # Added to the scheduler's, which count leases too.
+        self.xfer_stats = LeaseStats()
         agent = self.nixl_wrapper
         take_notifs = agent.get_new_notifs
         agent.get_new_notifs = lambda *a, **k: _without_reads(take_notifs(*a, **k))

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from kvloom.protocol import CurveSide, curve_secret
+
 MIN_KEY_BYTES: Final = 16
 
 
@@ -93,6 +95,8 @@ class RouterSettings(BaseSettings):
     """Seals the handles. Without either a key is made at each start: handles
     then do not survive a restart, the map rebuilt from the engines does. Give
     all replicas of a router the same key."""
+    cluster_key_file: Path | None = None
+    """File with the key that the engines' lease services ask for."""
     upstream_api_key: SecretStr | None = None
     """Sent to the engines as a bearer token. A client's own key never is."""
 
@@ -111,6 +115,19 @@ class RouterSettings(BaseSettings):
     max_conversations: int = Field(default=10_000, ge=1)
     conversation_idle_s: float = Field(default=3600.0, gt=0)
     """A conversation that has been silent for so long is forgotten."""
+
+    def cluster_key(self) -> bytes | None:
+        """The cluster key, or ``None`` where none is set.
+
+        Raises:
+            ClusterKeyError: it is too short.
+            OSError: the file can't be read.
+        """
+        if self.cluster_key_file is None:
+            return None
+        key = self.cluster_key_file.read_bytes().strip()
+        curve_secret(key, CurveSide.PEER)
+        return key
 
     def secret(self) -> bytes | None:
         """The secret that seals handles, or ``None`` when none is set.

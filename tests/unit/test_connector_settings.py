@@ -19,6 +19,8 @@ EVERY_KEY = {
     "kv_recompute_threshold": 0,
     "lease_host": "10.0.0.7",
     "lease_port": 65535,
+    "handover_recompute_threshold": 32,
+    "cluster_key_file": "/run/kvloom/key",
     "claim_timeout_s": 1.5,
     "claim_lifetime_s": 10.0,
     "max_leased_fraction": 0.25,

@@ -3,6 +3,7 @@
 Everybody may import this package, and nothing else of the SDK.
 """
 
+from .curve import MIN_CLUSTER_KEY_BYTES, ClusterKeyError, CurveSide, curve_secret
 from .engine import (
     ENGINE_KEY,
     LeaseRef,
@@ -70,6 +71,7 @@ __all__ = [
     "MAX_HANDLE_CHARS",
     "MAX_MESSAGE_BYTES",
     "MESSAGES",
+    "MIN_CLUSTER_KEY_BYTES",
     "OPS",
     "PLAN_HEADER",
     "PROTOCOL_VERSION",
@@ -78,6 +80,8 @@ __all__ = [
     "SUBSCRIPTION_S",
     "Claim",
     "Claimed",
+    "ClusterKeyError",
+    "CurveSide",
     "Done",
     "Hello",
     "LeaseEvent",
@@ -100,6 +104,7 @@ __all__ = [
     "carried",
     "carry",
     "conversation_id",
+    "curve_secret",
     "decode_params",
     "expected_return_of",
     "handover",

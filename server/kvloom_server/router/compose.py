@@ -200,6 +200,7 @@ def _feeds(
         directory=directory,
         clock=wall_clock,
         on_release=released,
+        cluster_key=settings.cluster_key(),
     )
 
     def changed(engine: Engine) -> None:

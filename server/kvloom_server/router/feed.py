@@ -32,6 +32,7 @@ from kvloom.protocol import (
     Subscribe,
     Welcome,
 )
+from kvloom_server.curve import secure_peer
 
 from .background import started, stopped
 from .directory import Directory, Let
@@ -88,7 +89,9 @@ class LeaseFeed:
         announcements: Announcements,
         let_go: Callable[[Iterable[Let]], None],
         clock: Callable[[], float],
+        cluster_key: bytes | None = None,
     ) -> None:
+        self._cluster_key = cluster_key
         self.engine = engine
         self.live = asyncio.Event()
         """Set while what it says is complete."""
@@ -109,6 +112,7 @@ class LeaseFeed:
             socket = context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            secure_peer(socket, self._cluster_key)
             try:
                 socket.connect(self._address)
                 await self._open(socket)
@@ -233,6 +237,7 @@ class Feeds:
         directory: Directory,
         clock: Callable[[], float],
         on_release: Callable[[Let], None],
+        cluster_key: bytes | None = None,
     ) -> None:
         """``addresses``: decode engines' names and lease services."""
         self.announcements = Announcements()
@@ -245,6 +250,7 @@ class Feeds:
                 announcements=self.announcements,
                 let_go=self.let_go,
                 clock=clock,
+                cluster_key=cluster_key,
             )
             for engine, address in addresses
         }

@@ -1,0 +1,164 @@
+"""Decode's half of a return: a finished turn's blocks, held and given up.
+
+Called in the scheduler's thread, which alone touches the block pool.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvloom.protocol import expected_return_of
+
+from .book import LeaseBook
+from .digest import ladder
+from .lease import Lease
+from .service import EngineIdentity, LeaseService
+from .settings import ConnectorSettings
+from .stats import LeaseStats
+from .vllm_hooks import (
+    BlockHold,
+    extra_digests,
+    finish_reason,
+    may_have_stopped,
+    num_valid_tokens,
+)
+
+LEASE_PORT_OFFSET = 1000
+PROVISIONAL_S = 5.0
+"""How long a lease waits for somebody to say that its turn ended well."""
+
+
+class LeaseDesk:
+    """The leases of one decode engine.
+
+    Args:
+        manager: vLLM's cache manager.
+        identity: of this engine.
+        settings: ours.
+        cluster_key: who may ask the lease service; ``None``: everybody.
+        clock: unix time, seconds; by default one that never jumps.
+
+    Raises:
+        zmq.ZMQError: the lease service's address can't be bound.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        identity: EngineIdentity,
+        *,
+        settings: ConnectorSettings,
+        cluster_key: bytes | None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._clock = clock or steady_unix_clock()
+        self._ttl_s = settings.decoder_kv_blocks_ttl
+        self._block_size = identity.block_size
+        self._hold = BlockHold(manager, self._give_up_some)
+        max_blocks = int(settings.max_leased_fraction * self._hold.num_blocks)
+        self._service = LeaseService(
+            LeaseBook(max_blocks=max_blocks),
+            identity,
+            host=settings.lease_host,
+            port=settings.lease_port or identity.port + LEASE_PORT_OFFSET,
+            ttl_s=self._ttl_s,
+            cluster_key=cluster_key,
+            clock=self._clock,
+        )
+
+    def decline(self, turn_id: str, *, reason: str) -> None:
+        """Say that a turn gets no lease."""
+        with self._service.locked() as book:
+            book.decline(turn_id, reason=reason, now=self._clock())
+
+    def grant(self, request: Any, block_ids: Sequence[int], *, turn_id: str) -> None:
+        """Lease a finished request's blocks, where they are sound.
+
+        Args:
+            request: vLLM's, finished.
+            block_ids: its blocks, of the only KV-cache group.
+            turn_id: names the lease.
+        """
+        is_provisional = may_have_stopped(request)
+        why = None if is_provisional else finish_reason(request)
+        why = why or self._why_not(request)
+        if why is not None:
+            self.decline(turn_id, reason=why)
+            return
+        now = self._clock()
+        lease = self._lease(request, block_ids, turn_id, now=now)
+        if is_provisional:
+            lease.is_provisional = True
+            lease.deadline = now + PROVISIONAL_S
+        with self._service.locked() as book:
+            # Held before the book makes room, which may free shared blocks.
+            self._hold.keep(lease.block_ids())
+            if book.grant(lease, now=now) is not None:
+                self._hold.give_back(lease.block_ids())
+            self._give_back(book)
+
+    def _why_not(self, request: Any) -> str | None:
+        if request.prompt_embeds is not None:
+            return "prompt_embeds"
+        if num_valid_tokens(request) < self._block_size:
+            return "shorter_than_a_block"
+        return None
+
+    def _lease(
+        self, request: Any, block_ids: Sequence[int], turn_id: str, *, now: float
+    ) -> Lease:
+        size = self._block_size
+        num_tokens = min(num_valid_tokens(request), len(block_ids) * size)
+        tokens = array("i", request.all_token_ids[:num_tokens])
+        extras = extra_digests(request, num_tokens=num_tokens, block_size=size)
+        num_blocks = -(-num_tokens // size)
+        wait_s = expected_return_of(request.kv_transfer_params)
+        return Lease(
+            lease_id=turn_id,
+            num_tokens=num_tokens,
+            blocks=(tuple(block_ids[:num_blocks]),),
+            tokens=tokens,
+            digests=ladder(tokens, block_size=size, extras=extras),
+            extras=extras,
+            deadline=now + self._ttl_s,
+            expected_return=None if wait_s is None else now + wait_s,
+        )
+
+    def step(self) -> None:
+        """Give back the blocks of leases that ended meanwhile."""
+        with self._service.locked() as book:
+            self._give_back(book)
+
+    def _give_up_some(self) -> bool:
+        """No free blocks: let go of leases; whether that freed any."""
+        with self._service.locked() as book:
+            book.expire(now=self._clock())
+            return self._give_back(book) or (book.evict() and self._give_back(book))
+
+    def _give_back(self, book: LeaseBook) -> bool:
+        freed = book.take_freed()
+        for lease in freed:
+            self._hold.give_back(lease.block_ids())
+        return bool(freed)
+
+    def count(self, stats: LeaseStats) -> None:
+        """Add what happened since the last call to ``stats``."""
+        with self._service.locked() as book:
+            tally = book.take_tally()
+            if tally:
+                stats.events(tally)
+                stats.leases(live=len(book), blocks=book.num_blocks)
+
+    def close(self) -> None:
+        """Stop the lease service."""
+        self._service.close()
+
+
+def steady_unix_clock() -> Callable[[], float]:
+    """Unix time as it was at the start, going on without jumps.
+
+    A clock that is put forward must not end a claim in the middle of a read.
+    """
+    start = time.time() - time.monotonic()
+    return lambda: start + time.monotonic()

@@ -1,0 +1,19 @@
+"""CURVE on the way to lease services, where a cluster key is configured."""
+
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from kvloom.protocol import CurveSide, curve_secret
+
+
+def secure_peer(socket: "zmq.Socket[Any]", cluster_key: bytes | None) -> None:
+    """Before ``connect``: speak to who knows the key; ``None``: in the clear."""
+    if cluster_key is None:
+        return
+    service = z85.encode(curve_secret(cluster_key, CurveSide.SERVICE))
+    mine = z85.encode(curve_secret(cluster_key, CurveSide.PEER))
+    socket.curve_serverkey = zmq.curve_public(service)
+    socket.curve_secretkey = mine
+    socket.curve_publickey = zmq.curve_public(mine)
