@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JSON ?=
 
-.PHONY: setup demo check test fast engine clean
+.PHONY: setup demo check test fast engine soak clean
 
 setup:            ## make .venv with the project, an engine and the developer's tools
 	@bash .ci/setup.sh
@@ -26,6 +26,9 @@ fast: setup       ## the tests that need no engine
 
 engine: setup     ## the tests on the real pair
 	@$(BIN)/pytest -m engine
+
+soak: setup       ## 320 turns over 40 conversations on a decode engine far too small
+	@KVLOOM_SOAK_TURNS=320 $(BIN)/pytest tests/engine/test_soak.py
 
 clean:            ## remove what setup made
 	rm -rf $(VENV)

@@ -160,10 +160,11 @@ class Pair:
         """Share of an engine's blocks that are held."""
         return self.metric(url, "vllm:kv_cache_usage_perc")
 
-    def metric(self, url: str, name: str) -> float:
+    def metric(self, url: str, name: str, *, having: str = "") -> float:
         """The sum of one of an engine's series over its labels."""
         lines = self.http.get(f"{url}/metrics").text.splitlines()
-        return sum(float(s.split()[-1]) for s in lines if s.startswith(f"{name}{{"))
+        found = (s for s in lines if s.startswith(f"{name}{{") and having in s)
+        return sum(float(line.split()[-1]) for line in found)
 
     def assert_nothing_is_held(self) -> None:
         """Both engines' blocks are free, and nobody waits."""
