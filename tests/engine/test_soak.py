@@ -16,7 +16,7 @@ NUM_TURNS = int(os.environ.get("KVLOOM_SOAK_TURNS", "60"))
 NUM_CONVERSATIONS = min(40, NUM_TURNS // 4)
 AT_ONCE = 4
 LONGEST_WAIT_S = 5
-WORDS = ["river", "bread", "stone", "letter", "garden", "winter", "violin", "market", "harbour", "candle"]
+WORDS = ("river", "bread", "stone", "letter", "garden", "winter", "violin", "harbour")
 
 
 @dataclass
