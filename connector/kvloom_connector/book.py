@@ -129,6 +129,11 @@ class LeaseBook:
         self._agenda.add(now + timeout_s, (lease_id, claim_id))
         return lease
 
+    def has_claim(self, lease_id: str, claim_id: str) -> bool:
+        """Whether a claim is open; then its blocks were kept ever since."""
+        lease = self._leases.get(lease_id)
+        return lease is not None and claim_id in lease.claims
+
     def unclaim(self, lease_id: str, claim_id: str) -> bool:
         """End a claim; whether there was one."""
         lease = self._leases.get(lease_id)

@@ -15,7 +15,6 @@ from typing import Any
 import zmq
 
 from kvloom.protocol import (
-    MAX_MESSAGE_BYTES,
     Claim,
     Claimed,
     LeaseRef,
@@ -23,11 +22,7 @@ from kvloom.protocol import (
     Release,
 )
 
-from .curve import secure_peer
-from .wire import decode, encode
-
-MAX_PEERS = 64
-"""Decode engines that are kept connected; the longest unused one goes first."""
+from .peers import PeerError, Peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +43,6 @@ class ClaimDesk:
 
     def __init__(self, *, lifetime_s: float, cluster_key: bytes | None = None) -> None:
         self.lifetime_s = lifetime_s
-        self._cluster_key = cluster_key
         self._lock = threading.Lock()
         # What each open ticket got so far; a ticket that is not here is not
         # wanted any more.
@@ -59,8 +53,7 @@ class ClaimDesk:
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
         self._context = zmq.Context()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._poller = zmq.Poller()
+        self._peers = Peers(self._context, cluster_key=cluster_key)
         self._thread = threading.Thread(
             target=self._run, name="kvloom-claims", daemon=True
         )
@@ -120,16 +113,16 @@ class ClaimDesk:
             return
 
     def _run(self) -> None:
-        self._poller.register(self._wake_out, zmq.POLLIN)
+        poller = self._peers.poller
+        poller.register(self._wake_out, zmq.POLLIN)
         try:
             while not self._is_stopping:
-                ready = dict(self._poller.poll())
+                ready = dict(poller.poll())
                 if self._wake_out.fileno() in ready:
                     self._wake_out.recv(4096)
                     self._send_waiting()
-                for dealer in self._sockets.values():
-                    if dealer in ready:
-                        self._take_answers(dealer)
+                for tag, message in self._peers.received():
+                    self._take(tag, message)
         finally:
             self._context.destroy(linger=0)
 
@@ -140,48 +133,9 @@ class ClaimDesk:
             except queue.Empty:
                 return
             try:
-                op, body = encode(message)
-                self._dealer(address).send_multipart([op, tag, body], zmq.NOBLOCK)
-            except (zmq.ZMQError, UnicodeError) as error:
-                # Nobody there to queue for, or no such address or name: a refusal.
+                self._peers.send(address, message, tag=tag)
+            except PeerError as error:
                 self._take(tag, Refused(reason=str(error)))
-
-    def _dealer(self, address: str) -> zmq.Socket[bytes]:
-        dealer = self._sockets.pop(address, None) or self._connect(address)
-        # Last in the row: used last.
-        self._sockets[address] = dealer
-        if len(self._sockets) > MAX_PEERS:
-            oldest = self._sockets.pop(next(iter(self._sockets)))
-            self._poller.unregister(oldest)
-            oldest.close()
-        return dealer
-
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        if not address.startswith("tcp://"):
-            # Such as ipc, which would reach for files of this machine.
-            raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        dealer.setsockopt(zmq.SNDHWM, 1000)
-        secure_peer(dealer, self._cluster_key)
-        try:
-            dealer.connect(address)
-        except (zmq.ZMQError, UnicodeError):
-            dealer.close()
-            raise
-        self._poller.register(dealer, zmq.POLLIN)
-        return dealer
-
-    def _take_answers(self, dealer: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if len(frames) == 3:
-                op, tag, body = frames
-                self._take(tag, decode(op, body))
 
     def _take(self, tag: bytes, message: Any) -> None:
         if not isinstance(message, Claimed | Refused):

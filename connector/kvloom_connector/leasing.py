@@ -12,9 +12,10 @@ from kvloom.protocol import expected_return_of
 
 from .book import LeaseBook
 from .digest import ladder
+from .handovers import Handovers
 from .lease import Lease
 from .service import EngineIdentity, LeaseService
-from .settings import ConnectorSettings
+from .settings import ConnectorSettings, service_port
 from .stats import LeaseStats
 from .vllm_hooks import (
     BlockHold,
@@ -24,7 +25,6 @@ from .vllm_hooks import (
     num_valid_tokens,
 )
 
-LEASE_PORT_OFFSET = 1000
 PROVISIONAL_S = 5.0
 """How long a lease waits for somebody to say that its turn ended well."""
 
@@ -36,7 +36,7 @@ class LeaseDesk:
         manager: vLLM's cache manager.
         identity: of this engine.
         settings: ours.
-        cluster_key: who may ask the lease service; ``None``: everybody.
+        handovers: of this engine, where it prefills too.
         clock: unix time, seconds; by default one that never jumps.
 
     Raises:
@@ -49,7 +49,7 @@ class LeaseDesk:
         identity: EngineIdentity,
         *,
         settings: ConnectorSettings,
-        cluster_key: bytes | None,
+        handovers: Handovers,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._clock = clock or steady_unix_clock()
@@ -57,13 +57,11 @@ class LeaseDesk:
         self._block_size = identity.block_size
         self._hold = BlockHold(manager, self._give_up_some)
         max_blocks = int(settings.max_leased_fraction * self._hold.num_blocks)
-        self._service = LeaseService(
-            LeaseBook(max_blocks=max_blocks),
+        self._service = open_service(
             identity,
-            host=settings.lease_host,
-            port=settings.lease_port or identity.port + LEASE_PORT_OFFSET,
-            ttl_s=self._ttl_s,
-            cluster_key=cluster_key,
+            settings=settings,
+            handovers=handovers,
+            max_blocks=max_blocks,
             clock=self._clock,
         )
 
@@ -153,6 +151,31 @@ class LeaseDesk:
     def close(self) -> None:
         """Stop the lease service."""
         self._service.close()
+
+
+def open_service(
+    identity: EngineIdentity,
+    *,
+    settings: ConnectorSettings,
+    handovers: Handovers,
+    max_blocks: int = 0,
+    clock: Callable[[], float] = time.time,
+) -> LeaseService:
+    """An engine's lease service; with ``max_blocks`` 0 it grants no lease.
+
+    Raises:
+        zmq.ZMQError: its address can't be bound.
+    """
+    return LeaseService(
+        LeaseBook(max_blocks=max_blocks),
+        identity,
+        host=settings.lease_host,
+        port=service_port(settings, identity.port),
+        ttl_s=settings.decoder_kv_blocks_ttl,
+        cluster_key=settings.cluster_key(),
+        handovers=handovers,
+        clock=clock,
+    )
 
 
 def steady_unix_clock() -> Callable[[], float]:

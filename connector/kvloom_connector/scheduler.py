@@ -5,15 +5,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvloom.protocol import handover, lease_of, prompt_mark_of, turn_of
+from kvloom.protocol import (
+    confirm_at_of,
+    handover,
+    lease_of,
+    prompt_mark_of,
+    turn_of,
+)
 
 from .claims import ClaimDesk
 from .digest import ladder
-from .leasing import LeaseDesk
+from .handovers import Handovers
+from .leasing import LeaseDesk, open_service
+from .proofs import ReadProof
 from .returns import Prompt, Pull, ReturnDesk, StillAskingError
-from .service import EngineIdentity
-from .settings import ConnectorSettings
-from .stats import LeaseStats
+from .service import EngineIdentity, LeaseService
+from .settings import ConnectorSettings, service_port
+from .stats import LeaseStats, expired_sends
 from .vllm_hooks import NixlPullConnectorScheduler, extra_digests, prompt_mark
 
 logger = logging.getLogger("vllm.kvloom")
@@ -55,6 +63,9 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         self._settings = settings
         self._is_decode = bool(vllm_config.kv_transfer_config.is_kv_consumer)
         self._leases: LeaseDesk | None = None
+        self._service: LeaseService | None = None
+        self._handovers = Handovers()
+        self._reads: dict[str, ReadProof] = {}
         self._claims = ClaimDesk(
             lifetime_s=settings.claim_lifetime_s, cluster_key=settings.cluster_key()
         )
@@ -68,24 +79,25 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         self._stats = LeaseStats()
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
-        """On decode: take over the block pool's references, and open the service."""
-        if not (self._settings.bidirectional_kv_xfer and self._is_decode):
-            return
+        """Open the lease service; on decode take over the blocks' references."""
         parallel = self.vllm_config.parallel_config
-        self._leases = LeaseDesk(
-            manager,
-            EngineIdentity(
-                engine_id=self.engine_id,
-                host=self.side_channel_host,
-                port=self.side_channel_port,
-                tp_size=self.transfer_tp_size,
-                dcp_size=parallel.decode_context_parallel_size,
-                pp_size=parallel.pipeline_parallel_size,
-                block_size=self.block_size,
-            ),
-            settings=self._settings,
-            cluster_key=self._settings.cluster_key(),
+        identity = EngineIdentity(
+            engine_id=self.engine_id,
+            host=self.side_channel_host,
+            port=self.side_channel_port,
+            tp_size=self.transfer_tp_size,
+            dcp_size=parallel.decode_context_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
+            block_size=self.block_size,
         )
+        if self._is_decode and self._settings.bidirectional_kv_xfer:
+            self._leases = LeaseDesk(
+                manager, identity, settings=self._settings, handovers=self._handovers
+            )
+        else:
+            self._service = open_service(
+                identity, settings=self._settings, handovers=self._handovers
+            )
 
     # ── prefill: a turn arrives ──────────────────────────────────────────────
 
@@ -184,6 +196,9 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """The scheduler took the request in."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         params = request.kv_transfer_params or {}
+        proof = _proof_of(params) if num_external_tokens else None
+        if proof is not None:
+            self._reads[request.request_id] = proof
         if params.get("do_remote_decode"):
             # Called once more, with nothing to count, when a read is over.
             num_local = self._num_local.pop(request.request_id, None)
@@ -198,8 +213,11 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             self._reqs_in_batch.discard(request.request_id)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Reads that ended, well or not, end their claims."""
+        """Reads that ended, well or not, end their claims; so do hand-overs."""
         super().update_connector_output(connector_output)
+        expired = expired_sends(connector_output.kv_connector_stats)
+        for request_id in connector_output.finished_sending or ():
+            self._handovers.end(request_id, was_read=request_id not in expired)
         for request_id in connector_output.finished_recving or ():
             self._returns.read_done(request_id)
 
@@ -239,10 +257,19 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             )
         if params is None:
             return bool(delay_free), None
+        if delay_free:
+            self._handovers.hold(request.request_id)
         # Where stock code cut the prompt for decode's sake, the two differ.
         is_whole = not request.kv_transfer_params.get("_p_side_truncated")
         mark = prompt_mark(request) if is_whole else None
-        return bool(delay_free), handover(params, outcome=outcome, prompt_mark=mark)
+        return bool(delay_free), handover(
+            params, outcome=outcome, prompt_mark=mark, confirm_at=self._confirm_at
+        )
+
+    @property
+    def _confirm_at(self) -> str:
+        port = service_port(self._settings, self.side_channel_port)
+        return f"tcp://{self.side_channel_host}:{port}"
 
     # ── each step ────────────────────────────────────────────────────────────
 
@@ -250,7 +277,10 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """What the workers are to do in this step."""
         if self._leases is not None:
             self._leases.step()
-        return super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(scheduler_output)
+        # Rides along to the worker, which asks when the reads are over.
+        meta.kvloom_reads, self._reads = self._reads, {}
+        return meta
 
     def take_stats(self) -> LeaseStats:
         """What happened since the last step, for vLLM's metrics."""
@@ -263,8 +293,26 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """Stop the threads; stock shutdown after."""
         if self._leases is not None:
             self._leases.close()
+        if self._service is not None:
+            self._service.close()
         self._claims.close()
         super().shutdown()
+
+
+def _proof_of(params: dict[str, Any]) -> ReadProof | None:
+    """Whom to ask after a read; stock prefill engines can't be asked."""
+    name = params.get("remote_request_id", "")
+    if params.get("do_remote_decode"):
+        ref = lease_of(params)
+        if ref is None:
+            return None
+        return ReadProof(
+            address=ref.address,
+            lease_id=ref.lease_id,
+            claim_id=name.removeprefix(f"{READ_MARK}-"),
+        )
+    address = confirm_at_of(params)
+    return ReadProof(address=address, lease_id=name) if address else None
 
 
 def _read_params(pull: Pull, block_size: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Decode's lease service: one ROUTER socket, its own thread, the book only.
+"""An engine's lease service: one ROUTER socket, its own thread, the book only.
 
-The thread answers claims and feeds subscribers. It never touches the block
-pool: blocks of leases that end here are given back by the scheduler thread.
+The thread answers claims, confirms reads and feeds subscribers. It never touches
+the block pool: blocks of leases that end here are given back by the scheduler
+thread.
 """
 
 import logging
@@ -24,6 +25,7 @@ from kvloom.protocol import (
     SUBSCRIPTION_S,
     Claim,
     Claimed,
+    Confirm,
     Done,
     Hello,
     LeaseEvent,
@@ -39,6 +41,7 @@ from kvloom.protocol import (
 from .book import LeaseBook
 from .curve import secure_service
 from .digest import common_rungs
+from .handovers import Handovers
 from .lease import Lease
 from .settings import MAX_CLAIM_LIFETIME_S, MAX_LEASE_TTL_S
 from .wire import decode, encode
@@ -99,6 +102,7 @@ class LeaseService:
         port: 0 takes a free one; see :attr:`address`.
         cluster_key: who does not know it is not let in; ``None``: everybody is.
         ttl_s: what a renewal that names no time gets, seconds.
+        handovers: of a prefill engine, which confirms their reads.
         clock: unix time, seconds.
 
     Raises:
@@ -113,10 +117,12 @@ class LeaseService:
         host: str,
         port: int,
         ttl_s: float = DEFAULT_TTL_S,
+        handovers: Handovers | None = None,
         cluster_key: bytes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ttl_s = ttl_s
+        self._handovers = Handovers() if handovers is None else handovers
         self._book = book
         self._identity = identity
         self._clock = clock
@@ -234,6 +240,8 @@ class LeaseService:
                 return _done(lease_id, self._book.release(lease_id))
             case Release(lease_id=lease_id, claim_id=str(claim_id)):
                 return _done(lease_id, self._book.unclaim(lease_id, claim_id))
+            case Confirm():
+                return _done(message.lease_id, self._was_good(message))
             case Renew():
                 return self._renew(message, now=now)
             case Subscribe() | ListLeases():
@@ -250,6 +258,11 @@ class LeaseService:
             boot_id=self._boot_id,
             block_size=self._identity.block_size,
         )
+
+    def _was_good(self, confirm: Confirm) -> bool:
+        if confirm.claim_id is None:
+            return self._handovers.was_good(confirm.lease_id)
+        return self._book.has_claim(confirm.lease_id, confirm.claim_id)
 
     def _renew(self, renew: Renew, *, now: float) -> Done | Refused:
         ttl_s = self._ttl_s if renew.ttl_s is None else renew.ttl_s

@@ -54,8 +54,9 @@ class ConnectorSettings:
     service then speaks CURVE and lets in nobody else. Empty: no key."""
     claim_timeout_s: float = 0.25
     """How long prefill waits for an answer before it computes locally."""
-    claim_lifetime_s: float = 60.0
-    """How long decode honours a claim that nobody releases."""
+    claim_lifetime_s: float = 10.0
+    """How long decode honours a claim that nobody releases. A read that takes
+    longer fails, and its prompt is computed."""
     max_leased_fraction: float = 0.5
     """Of decode's blocks, what leases may hold at most."""
     nixl_progress_delay_us: int | None = None
@@ -162,3 +163,11 @@ def _as_float(value: int) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+LEASE_PORT_OFFSET: Final = 1000
+
+
+def service_port(settings: ConnectorSettings, side_port: int) -> int:
+    """Where an engine's lease service listens, beside NIXL's side channel."""
+    return settings.lease_port or side_port + LEASE_PORT_OFFSET

@@ -17,7 +17,10 @@ LEASED_BLOCKS = "kvloom_leased_blocks"
 LEASE_EVENTS = "kvloom_lease_events"
 RETURNS = "kvloom_returns"
 RETURNED_TOKENS = "kvloom_returned_tokens"
-_OURS = (LEASES, LEASED_BLOCKS, LEASE_EVENTS, RETURNS, RETURNED_TOKENS)
+EXPIRED_SENDS = "kvloom_expired_sends"
+"""Not a metric: hand-overs whose time was over before decode read them, from
+the worker to the scheduler."""
+_OURS = (EXPIRED_SENDS, LEASES, LEASED_BLOCKS, LEASE_EVENTS, RETURNS, RETURNED_TOKENS)
 
 
 class LeaseStats(NixlKVConnectorStats):
@@ -110,3 +113,11 @@ class LeasePromMetrics(NixlPromMetrics):
             self._returns.labels(*engine, outcome).inc()
         for num_tokens in transfer_stats_data.get(RETURNED_TOKENS, ()):
             self._returned_tokens.labels(*engine).inc(num_tokens)
+
+
+def expired_sends(stats: Any) -> set[str]:
+    """Hand-overs that the worker reported as given up in this step."""
+    if not isinstance(stats, LeaseStats):
+        return set()
+    expired, stats.data[EXPIRED_SENDS] = stats.data[EXPIRED_SENDS], []
+    return set(expired)

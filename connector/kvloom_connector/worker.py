@@ -1,7 +1,8 @@
-"""The worker half: stock reads and writes, two faults mended.
+"""The worker half: stock reads and writes, some faults mended.
 
-NIXL's progress thread gets a pause where it would take a core from the model,
-and reads of leases are not reported as reads of unknown requests.
+No read counts before it is proved; NIXL's progress thread gets a pause where it
+would take a core from the model; the model keeps its cores; reads of leases are
+not reported as reads of unknown requests.
 """
 
 import os
@@ -13,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
     NixlPullConnectorWorker,
 )
 
+from .proofs import ProofDesk
 from .scheduler import READ_MARK
 from .settings import ConnectorSettings
-from .stats import LeaseStats
+from .stats import EXPIRED_SENDS, LeaseStats
 from .vllm_hooks import bound_cores, is_on_cpu
 
 CPU_PROGRESS_DELAY_US = 1000
@@ -44,11 +46,34 @@ class LeasedWorker(NixlPullConnectorWorker):
             delay_us = CPU_PROGRESS_DELAY_US
         with _progress_delay(delay_us), _own_cores():
             super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._proofs = ProofDesk(cluster_key=settings.cluster_key())
         # Added to the scheduler's, which count leases too.
         self.xfer_stats = LeaseStats()
         agent = self.nixl_wrapper
         take_notifs = agent.get_new_notifs
         agent.get_new_notifs = lambda *a, **k: _without_reads(take_notifs(*a, **k))
+
+    def start_load_kv(self, metadata: Any) -> None:
+        """Begin the reads of this step."""
+        for request_id, proof in metadata.kvloom_reads.items():
+            self._proofs.expect(request_id, proof)
+        super().start_load_kv(metadata)
+
+    def get_transfer_results(self) -> Any:
+        """Reads that are over and proved to be good, and those that failed."""
+        results = super().get_transfer_results()
+        self._proofs.sift(results.finished_recving, results.failed_recving)
+        return results
+
+    def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
+        read = set(done_sending)
+        super()._reap_expired_send_leases(done_sending)
+        self.xfer_stats.data[EXPIRED_SENDS] += sorted(done_sending - read)
+
+    def shutdown(self) -> None:
+        """Close what this half opened; stock shutdown after."""
+        self._proofs.close()
+        super().shutdown()
 
 
 def _without_reads(notifs: dict[str, list[bytes]]) -> dict[str, list[bytes]]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -68,7 +69,14 @@ class Turn:
 class Duo:
     """A prefill and a decode engine of the bundled model, in float32."""
 
-    def __init__(self, folder: Path, *, decode_args: tuple[str, ...] = SMALL) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefill_args: tuple[str, ...] = (),
+        decode_args: tuple[str, ...] = SMALL,
+        extra_config: dict[str, Any] | None = None,
+    ) -> None:
         self._folder = folder
         device = detect_device()
         self._prefill, self._decode = plan_slots(
@@ -84,7 +92,9 @@ class Duo:
             device=device,
             has_dev_endpoints=True,
             engine_args=("--dtype=float32",),
+            prefill_args=prefill_args,
             decode_args=decode_args,
+            extra_config=extra_config or {},
         )
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._http = httpx.Client(timeout=120)
@@ -153,6 +163,29 @@ class Duo:
         self.kill(role)
         self._start(self._slot(role))
         self._await_health(self._slot(role))
+
+    @contextlib.contextmanager
+    def frozen(self, role: Role) -> Iterator[None]:
+        """An engine's core stands still for the time of the block."""
+        pid = self._core_pid(role)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def _core_pid(self, role: Role) -> int:
+        """Of the process that schedules and computes, which vLLM names."""
+        group = self._processes[self._slot(role).name].pid
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+                name = (stat.parent / "cmdline").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[2]) == group and name.startswith("VLLM::EngineCor"):
+                return int(stat.parent.name)
+        raise AssertionError(f"no engine core of {role}")
 
     # ── asking ───────────────────────────────────────────────────────────────
 
@@ -230,6 +263,13 @@ class Duo:
         assert answer.status_code == 200, answer.text
         loaded: dict[str, Any] = answer.json()
         return loaded
+
+    def fill(self, role: Role, *, num_tokens: int = 3180) -> None:
+        """Has a small engine write over every block that it can get."""
+        prompt = random.choices(range(300, 20_000), k=num_tokens)
+        body = {"model": "small", "prompt": prompt, "max_tokens": 1}
+        url = f"{self._slot(role).url}/v1/completions"
+        self._http.post(url, json=body).raise_for_status()
 
     def abort(self, messages: list[dict[str, Any]], **body: Any) -> str:
         """A turn whose client leaves at the first token; its lease's name."""

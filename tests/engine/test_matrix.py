@@ -205,8 +205,7 @@ class Rows:
             self._duo.restart(Role.DECODE)
         else:
             # More than decode has room for beside any lease.
-            long = {"role": "user", "content": "All of it is needed. " * 560}
-            self._duo.ask(Role.DECODE, [long], max_tokens=1)
+            self._duo.fill(Role.DECODE)
         assert self._duo.leases() == {}
 
 

@@ -24,9 +24,10 @@ from kvloom.protocol import (
     Subscribe,
 )
 from kvloom_connector.book import LeaseBook
-from kvloom_connector.claims import MAX_PEERS, ClaimDesk
+from kvloom_connector.claims import ClaimDesk
 from kvloom_connector.digest import ladder
 from kvloom_connector.lease import Lease
+from kvloom_connector.peers import MAX_PEERS
 from kvloom_connector.returns import Prompt, ReturnDesk, StillAskingError
 from kvloom_connector.service import EngineIdentity, LeaseService, prove
 from kvloom_connector.wire import decode, encode

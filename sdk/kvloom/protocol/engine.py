@@ -95,6 +95,7 @@ def decode_params(
         "turn_id": turn_id,
         "expected_return_s": expected_return_s,
         "prompt_mark": mark,
+        "confirm_at": confirm_at_of(prefilled or {}),
     }
     ours = {name: value for name, value in ours.items() if value is not None}
     if ours:
@@ -103,7 +104,11 @@ def decode_params(
 
 
 def handover(
-    stock: Mapping[str, Any], *, outcome: PrefillOutcome | None, prompt_mark: str | None
+    stock: Mapping[str, Any],
+    *,
+    outcome: PrefillOutcome | None,
+    prompt_mark: str | None,
+    confirm_at: str | None = None,
 ) -> dict[str, Any]:
     """What a prefill engine answers: vLLM's own params, and what we add.
 
@@ -112,9 +117,11 @@ def handover(
         outcome: what became of the prompt, for the router.
         prompt_mark: a digest of the prompt as prefill saw it. Decode compares
             it with its own, because it reads the blocks by position.
+        confirm_at: prefill's lease service, which decode asks after its read.
     """
-    ours = {} if outcome is None else outcome.as_json()
-    return {**stock, ENGINE_KEY: {**ours, "prompt_mark": prompt_mark}}
+    ours: dict[str, Any] = {} if outcome is None else outcome.as_json()
+    ours |= {"prompt_mark": prompt_mark, "confirm_at": confirm_at}
+    return {**stock, ENGINE_KEY: ours}
 
 
 def lease_of(params: Mapping[str, Any]) -> LeaseRef | None:
@@ -125,9 +132,7 @@ def lease_of(params: Mapping[str, Any]) -> LeaseRef | None:
 
 def turn_of(params: Mapping[str, Any]) -> str | None:
     """The name under which a decode leg's lease is to be granted."""
-    ours = params.get(ENGINE_KEY)
-    turn_id = ours.get("turn_id") if isinstance(ours, Mapping) else None
-    return turn_id if isinstance(turn_id, str) and turn_id else None
+    return _text_of(params, "turn_id")
 
 
 def expected_return_of(params: Mapping[str, Any]) -> float | None:
@@ -141,9 +146,18 @@ def expected_return_of(params: Mapping[str, Any]) -> float | None:
 
 def prompt_mark_of(params: Mapping[str, Any]) -> str | None:
     """The digest of the prompt that prefill computed."""
+    return _text_of(params, "prompt_mark")
+
+
+def confirm_at_of(params: Mapping[str, Any]) -> str | None:
+    """The lease service of the prefill engine that computed the prompt."""
+    return _text_of(params, "confirm_at")
+
+
+def _text_of(params: Mapping[str, Any], name: str) -> str | None:
     ours = params.get(ENGINE_KEY)
-    mark = ours.get("prompt_mark") if isinstance(ours, Mapping) else None
-    return mark if isinstance(mark, str) and mark else None
+    text = ours.get(name) if isinstance(ours, Mapping) else None
+    return text if isinstance(text, str) and text else None
 
 
 def outcome_of(params: Mapping[str, Any]) -> PrefillOutcome | None:

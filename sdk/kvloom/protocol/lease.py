@@ -1,7 +1,9 @@
 """The lease service's messages: decode's promises, and who asks for them.
 
-One ZeroMQ ROUTER socket a decode engine, in its scheduler process. A peer is a
-DEALER: a prefill engine (claims) or the router (the feed). Frames:
+One ZeroMQ ROUTER socket an engine, in its scheduler process. A peer is a
+DEALER: another engine (claims, proofs of reads) or the router (the feed).
+Prefill engines have one too: they grant no leases, and confirm what decode read.
+Frames:
 
     request   op, tag, body      tag: opaque bytes, echoed
     reply     op, tag, body      op: the reply's own, ``refused`` on a refusal
@@ -113,6 +115,18 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Confirm:
+    """After a read: was what was read kept in place until now?
+
+    ``claim_id`` names a claim on a lease; ``None`` asks a prefill engine about
+    the blocks of the request ``lease_id``. The reply is ``Done`` or ``Refused``.
+    """
+
+    lease_id: str
+    claim_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
     """Keep the lease ``ttl_s`` from now: a tool runs longer than expected, or a
     provisional lease's turn turned out to have ended well."""
@@ -127,7 +141,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The reply to ``Release`` and ``Renew``."""
+    """The reply to ``Release``, ``Renew`` and ``Confirm``."""
 
     lease_id: str
 
@@ -196,6 +210,7 @@ MESSAGES: Final[dict[bytes, type[Any]]] = {
     b"claimed": Claimed,
     b"release": Release,
     b"renew": Renew,
+    b"confirm": Confirm,
     b"done": Done,
     b"refused": Refused,
     b"list": ListLeases,

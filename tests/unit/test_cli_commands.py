@@ -1,0 +1,119 @@
+"""What the command line says before anything starts: one sentence, at once."""
+
+import asyncio
+import threading
+from contextlib import contextmanager
+
+import pytest
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from typer.testing import CliRunner
+
+from kvloom.testing import FakeCluster
+from kvloom_server.cli import app
+
+ENV = {"COLUMNS": "1000", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run(*arguments, **variables):
+    return CliRunner().invoke(app, list(arguments), env={**ENV, **variables})
+
+
+@pytest.mark.parametrize("command", ["up", "serve"])
+@pytest.mark.parametrize(("port", "bound"), [("-1", "0"), ("65536", "65535")])
+def test_a_port_out_of_range_is_refused(command, port, bound):
+    """With the option and the bound."""
+    done = run(command, f"--port={port}")
+    assert done.exit_code == 2
+    assert "--port" in done.output
+    assert bound in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--prefill=host:1"),
+        ("serve", "--decode=http://d:1,leese=tcp://d:2"),
+        ("doctor", "--engine=d:8000"),
+    ],
+)
+def test_an_engine_in_another_form_is_shown_the_right_one(arguments):
+    """No traceback for a typing mistake."""
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert "write http://host:port" in done.output
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "doctor"])
+def test_a_cluster_key_that_is_not_there_is_one_sentence(command, tmp_path):
+    """Wherever it is given."""
+    path = tmp_path / "key"
+    for done in (
+        run(command, f"--cluster-key-file={path}"),
+        run(command, KVLOOM_CLUSTER_KEY_FILE=str(path)),
+    ):
+        assert done.exit_code == 1
+        assert done.output.startswith(f"error: the cluster key file {path} can't be")
+        assert done.output.count("\n") == 1
+
+
+def test_a_variable_that_can_be_none_is_one_sentence():
+    """The setting's name, and what is wrong with it."""
+    done = run("serve", KVLOOM_PORT="many")
+    assert done.exit_code == 1
+    assert done.output.startswith("error: port: ")
+
+
+@contextmanager
+def fake_cluster():
+    """Fake engines in a thread of their own, so that a command can run beside."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def do(work):
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    async def begin():
+        return await FakeCluster().__aenter__()
+
+    try:
+        cluster = do(begin())
+        try:
+            yield cluster
+        finally:
+            do(cluster.aclose())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def test_doctor_looks_at_running_engines():
+    """What is well, what was not looked at, what is amiss; the exit code says
+    whether anything is."""
+
+    async def version(_request):
+        return JSONResponse({"version": "0.32.0"})
+
+    with fake_cluster() as cluster:
+        prefill, decode = cluster.prefill[0], cluster.decode[0]
+        engines = [f"--engine={prefill.url}"]
+        engines += [f"--engine={decode.url},lease={decode.lease_address}"]
+        amiss = run("doctor", *engines)
+        for server in cluster.servers:
+            server.engine.app.router.routes.append(Route("/version", version))
+        well = run("doctor", *engines)
+    assert amiss.exit_code == 1
+    assert f"lack {prefill.url} is vLLM 0.32  HTTP 404" in amiss.output
+    assert well.exit_code == 0, well.output
+    assert f"ok   {decode.url} has kvloom's connector" in well.output
+    assert f"note {prefill.url} has kvloom's connector" in well.output
+    assert "the same model on all 2 engines  fake-model" in well.output
+
+
+def test_doctor_alone_looks_at_this_machine():
+    """As before."""
+    done = run("doctor")
+    assert "Python 3.11 or newer" in done.output
+    assert "http" not in done.output

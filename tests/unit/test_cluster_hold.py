@@ -1,0 +1,271 @@
+"""``kvloom up`` from its first word to its exit code, with stand-ins for vLLM.
+
+The stand-ins run under the very command line that starts vLLM: a package named
+``vllm`` that comes first on their path.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+BOUND_S = 120.0
+
+STAND_IN = """
+import http.server, json, os, sys
+
+flags = dict(arg[2:].split("=", 1) for arg in sys.argv[1:] if "=" in arg)
+print("stand-in", json.loads(flags["kv-transfer-config"]), flush=True)
+print("nanobind: leaked 2 types!", flush=True)
+print(' - leaked type "some.Thing"', flush=True)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m"}]}')
+    def do_POST(self):
+        if flags.get("stand-in") == "dies-at-first-request":
+            print("out of [memory]", flush=True)
+            os._exit(7)
+        self.send_response(503)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(flags["port"])), Handler).serve_forever()
+"""
+
+
+class Up:
+    """One ``kvloom up`` in a process of its own."""
+
+    def __init__(self, process, ready):
+        self.process = process
+        self.ready = ready
+        self.said = []
+
+    def until(self, words):
+        """Read what it says until the words are there."""
+        for line in self.process.stderr:
+            self.said.append(line)
+            if words in line:
+                return
+        raise AssertionError(f"never said {words!r}:\n{''.join(self.said)}")
+
+    def told(self):
+        return json.loads(self.ready.read_text())
+
+    def kill_engine(self, index):
+        os.kill(self.told()["pids"][index], signal.SIGKILL)
+
+    def end(self, number=None):
+        """Send a signal, if any; the exit code."""
+        if number is not None:
+            self.process.send_signal(number)
+        self.said += self.process.stderr.readlines()
+        return self.process.wait()
+
+    @property
+    def text(self):
+        return "".join(self.said)
+
+
+@pytest.fixture
+def up(tmp_path):
+    package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "api_server.py").write_text(STAND_IN)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "path"), "COLUMNS": "1000"}
+    ready = tmp_path / "ready.json"
+
+    @contextmanager
+    def start(*flags, ready=ready, model="m", variables=None):
+        command = [sys.executable, "-m", "kvloom_server", "up", f"--model={model}"]
+        command += [f"--ready-file={ready}", f"--log-dir={tmp_path / 'logs'}"]
+        with subprocess.Popen(
+            [*command, "--port=0", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env | (variables or {}),
+        ) as process:
+            # Only a test that fails gets here.
+            guard = threading.Timer(BOUND_S, process.kill)
+            guard.start()
+            try:
+                yield Up(process, ready)
+            finally:
+                guard.cancel()
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+
+    return start
+
+
+def test_ctrl_c_stops_a_cluster_that_is_well(up):
+    """Exit code 0, no ready file, no engine."""
+    with up() as cluster:
+        cluster.until("Ctrl-C stops")
+        pids = cluster.told()["pids"]
+        assert cluster.end(signal.SIGINT) == 0
+    assert "stopped\n" in cluster.text
+    assert not cluster.ready.exists()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("victim", "name", "left"),
+    [
+        (0, "p0", "on 0 prefill and 2 decode"),
+        (1, "d0", "on 1 prefill and 1 decode"),
+    ],
+)
+def test_a_dead_engine_is_told_and_the_others_go_on(up, victim, name, left):
+    """Which, how it ended, what is left; the router and the ready file stay, and
+    Ctrl-C then ends with code 1."""
+    with up("--decode=2") as cluster:
+        cluster.until("Ctrl-C stops")
+        url = cluster.told()["url"]
+        cluster.kill_engine(victim)
+        cluster.until(f"engine {name} ended with exit code -9 (SIGKILL). Turns go on")
+        assert left in cluster.text
+        with urllib.request.urlopen(f"{url}/metrics") as response:
+            assert response.status == 200
+        assert cluster.ready.exists()
+        assert cluster.end(signal.SIGINT) == 1
+    assert f"stopped; {name} had ended before" in cluster.text
+    assert not cluster.ready.exists()
+
+
+def test_a_dead_engines_log_is_shown_without_leak_reports(up):
+    """What libraries say at every process's end is not what ended this one."""
+    with up("--decode=2") as cluster:
+        cluster.until("Ctrl-C stops")
+        cluster.kill_engine(1)
+        cluster.until("stand-in {")
+        cluster.end(signal.SIGINT)
+    assert "leaked" not in cluster.text
+
+
+def test_without_a_decode_engine_the_cluster_stops(up):
+    """Each death is told; after the last it ends by itself, with code 1."""
+    with up("--decode=2") as cluster:
+        cluster.until("Ctrl-C stops")
+        pids = cluster.told()["pids"]
+        cluster.kill_engine(2)
+        cluster.until("engine d1 ended")
+        cluster.kill_engine(1)
+        cluster.until("engine d0 ended with exit code -9 (SIGKILL). No decode engine")
+        assert cluster.end() == 1
+    assert not cluster.ready.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_an_engine_that_dies_at_its_first_request_fails_the_start(up):
+    """The cluster was never up: no ready file, and the log's end as it was
+    written, brackets and all."""
+    with up("--prefill-arg=--stand-in=dies-at-first-request") as cluster:
+        assert cluster.end() == 1
+    assert "engine p0 ended with exit code 7" in cluster.text
+    assert "out of [memory]" in cluster.text
+    assert not cluster.ready.exists()
+
+
+def test_a_stale_ready_file_is_gone_before_anything_starts(up, tmp_path):
+    """Left by a cluster that was killed: nobody takes it for this one's, even
+    where this one can't start."""
+    ready = tmp_path / "ready.json"
+    ready.write_text('{"url": "http://gone"}')
+    with up(model="/no/such/model") as cluster:
+        assert cluster.end() == 1
+    assert not ready.exists()
+
+
+def test_the_ready_file_names_the_lease_services_of_both_kinds(up):
+    """Prefill engines have one too."""
+    with up("--prefill=2") as cluster:
+        cluster.until("Ctrl-C stops")
+        told = cluster.told()
+        cluster.end(signal.SIGINT)
+    assert len(told["lease"]) == 1
+    assert len(told["prefill_lease"]) == 2
+    services = told["lease"] + told["prefill_lease"]
+    assert len(set(services)) == 3
+    assert all(address.startswith("tcp://127.0.0.1:") for address in services)
+    assert not any(address in cluster.text for address in services)
+
+
+def test_a_model_path_that_is_none_is_said_at_once(up, tmp_path):
+    """In one sentence, before an engine is started."""
+    with up(model="/no/such/model") as cluster:
+        assert cluster.end() == 1
+    assert cluster.text.startswith("error: there is no model at /no/such/model")
+    assert cluster.text.count("\n") == 1
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("where", ["no/such/folder/ready.json", "."])
+def test_a_ready_file_that_cannot_be_is_said_at_once(up, tmp_path, where):
+    """A folder that does not exist, and a folder in the file's place."""
+    with up(ready=tmp_path / where) as cluster:
+        assert cluster.end() == 1
+    assert "can't be written" in cluster.text
+    assert cluster.text.count("\n") == 1
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_port_that_is_taken_is_said_at_once(up, tmp_path):
+    """Nobody waits for the engines to hear that."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with up(f"--port={port}") as cluster:
+            assert cluster.end() == 1
+    assert f"port {port} can't be used" in cluster.text
+    assert not (tmp_path / "logs").exists()
+
+
+def test_every_engine_gets_the_cluster_key_file(up, tmp_path):
+    """Given by option or by variable; the key itself is in no log."""
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef0123456789abcdef\n")
+    ways = [
+        {"flags": [f"--cluster-key-file={key}"], "variables": {}},
+        {"flags": [], "variables": {"KVLOOM_CLUSTER_KEY_FILE": str(key)}},
+    ]
+    for way in ways:
+        with up(*way["flags"], variables=way["variables"]) as cluster:
+            cluster.until("Ctrl-C stops")
+            assert cluster.end(signal.SIGINT) == 0
+        for name in ("p0", "d0"):
+            log = tmp_path / "logs" / f"{name}.log"
+            said = log.read_text()
+            assert f"'cluster_key_file': '{key}'" in said
+            assert "0123456789abcdef" not in said + cluster.text
+            log.unlink()
+
+
+@pytest.mark.parametrize("content", [None, "short"])
+def test_a_cluster_key_of_no_use_is_said_at_once(up, tmp_path, content):
+    """Missing or too short: one sentence that says how to make one."""
+    key = tmp_path / "key"
+    if content is not None:
+        key.write_text(content)
+    with up(f"--cluster-key-file={key}") as cluster:
+        assert cluster.end() == 1
+    assert str(key) in cluster.text
+    assert "openssl rand" in cluster.text
+    assert cluster.text.count("\n") == 1
+    assert not (tmp_path / "logs").exists()
