@@ -165,6 +165,40 @@ def test_the_engine_that_ends_by_itself_is_named(logs):
     asyncio.run(main())
 
 
+def test_each_engine_that_ends_is_told_once(logs):
+    """Also where two ended before anybody asked; and what is left is counted."""
+
+    async def main():
+        async with running(Cluster(slots(), recipe(), log_dir=logs)) as cluster:
+            assert (cluster.num_left(Role.PREFILL), cluster.num_left(Role.DECODE)) == (
+                1,
+                1,
+            )
+            for process in cluster.processes:
+                process.terminate()
+                await process.wait()
+            told = [await cluster.wait_for_exit(), await cluster.wait_for_exit()]
+            assert {process.name for process in told} == {"p0", "d0"}
+            assert not cluster.num_left(Role.PREFILL) + cluster.num_left(Role.DECODE)
+
+    asyncio.run(main())
+
+
+def test_work_on_engines_ends_with_an_engine(logs):
+    """A first exchange that would wait for ever is cancelled, and the dead
+    engine named; otherwise it has its result."""
+
+    async def main():
+        async with running(Cluster(slots(), recipe(), log_dir=logs)) as cluster:
+            assert await cluster.while_all_run(asyncio.sleep(0, "met")) == "met"
+            cluster.processes[0].terminate()
+            with pytest.raises(ClusterError, match="engine p0 ended"):
+                await cluster.while_all_run(asyncio.Event().wait())
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
 @contextmanager
 def foreign_server():
     """Somebody else's server, healthy, on a port."""

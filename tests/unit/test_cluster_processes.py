@@ -110,6 +110,25 @@ def test_only_the_end_of_a_long_log_is_shown(log):
     assert len(tail) == 30
 
 
+def test_leak_reports_do_not_hide_why_an_engine_ended(log):
+    """Libraries print them, hundreds of lines, at the end of any process."""
+    cause = "(EngineCore pid=7) RuntimeError: out of memory"
+    noise = [
+        "nanobind: leaked 514 functions!",
+        *(f' - leaked function "create_{number}"' for number in range(40)),
+        ' - leaked instance 0x7f7107139108 of type "triton.ir.attribute"',
+        " - ... skipped remainder",
+        "nanobind: this is likely caused by a reference counting issue in the "
+        "binding code.",
+        "See https://nanobind.readthedocs.io/en/latest/refleaks.html",
+        "/usr/lib/python3.11/multiprocessing/resource_tracker.py:224: UserWarning: "
+        "resource_tracker: There appear to be 1 leaked shared_memory objects",
+        "  warnings.warn('resource_tracker: There appear to be %d '",
+    ]
+    log.write_text("\n".join(["line", cause, *noise]))
+    assert EngineProcess("e0", log, process=None).log_tail() == f"line\n{cause}"
+
+
 def test_an_engine_that_heeds_the_signal_is_not_killed(log, life):
     """It gets the time to tidy up."""
 

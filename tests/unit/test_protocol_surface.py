@@ -88,6 +88,7 @@ def test_version_one_is_what_it_is():
     assert sorted(MESSAGES) == [
         b"claim",
         b"claimed",
+        b"confirm",
         b"done",
         b"event",
         b"hello",

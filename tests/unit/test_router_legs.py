@@ -3,12 +3,14 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.protocol import LeaseRef, ReturnMode, lease_of, turn_of
 from kvloom_server.router.errors import BadRequestError
+from kvloom_server.router.fields import FieldRules
 from kvloom_server.router.legs import (
     OUTPUT_ONLY,
     decode_body,
@@ -25,7 +27,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 def parsed(
     body: object, headers: dict[str, str] | None = None, api: Api = Api.CHAT
 ) -> TurnRequest:
-    return parse_turn(api, headers or {}, json.dumps(body).encode())
+    return parse_turn(api, headers or {}, json.dumps(body).encode(), FieldRules())
 
 
 def prefill_leg(body: dict[str, Any], lease: LeaseRef | None = None) -> dict[str, Any]:
@@ -75,7 +77,8 @@ def test_prefill_sees_the_whole_prompt() -> None:
 
 def test_prefill_is_spared_what_breaks_with_one_token() -> None:
     """No field that shapes only the answer can fail the prefill leg."""
-    leg = prefill_leg({"messages": MESSAGES} | dict.fromkeys(OUTPUT_ONLY, 5))
+    body = dict.fromkeys(OUTPUT_ONLY, msgspec.Raw(b"5"))
+    leg = json.loads(prefill_body(body, None))
     assert not OUTPUT_ONLY & leg.keys()
 
 
@@ -143,7 +146,9 @@ def test_values_reach_decode_byte_for_byte(body: dict[str, Any]) -> None:
     for taken in ("kv_transfer_params", "conversation_id"):
         body.pop(taken, None)
     raw = json.dumps(body, separators=(",", ":")).encode()
-    leg = decode_body(parse_turn(Api.CHAT, {}, raw).body, None, turn_id=None)
+    leg = decode_body(
+        parse_turn(Api.CHAT, {}, raw, FieldRules()).body, None, turn_id=None
+    )
     assert json.loads(leg) == body
     for value in body.values():
         assert json.dumps(value, separators=(",", ":")).encode() in leg
@@ -253,14 +258,66 @@ def test_conversations_with_the_same_beginning_have_one_affinity() -> None:
         (b'{"kv_transfer_params":{"remote_host":"h"}}', {}, "raw_transfer_params"),
         (b'{"kv_transfer_params":{"kvloom":"h"}}', {}, "raw_transfer_params"),
         (b'{"kv_transfer_params":7}', {}, "raw_transfer_params"),
-        (b'{"kv_transfer_params":"\xff"}', {}, "raw_transfer_params"),
+        (b'{"kv_transfer_params":"\xff"}', {}, "invalid_json"),
+        (b'{"messages":[{"role":"user","content":"\xe9"}]}', {}, "invalid_json"),
+        (b'{"ec_transfer_params":{}}', {}, "raw_transfer_params"),
+        (b'{"vllm_xargs":{"kv_transfer_params":"x"}}', {}, "raw_transfer_params"),
+        (b'{"vllm_xargs":{"ec_transfer_params":1}}', {}, "raw_transfer_params"),
+        (b'{"vllm_xargs":{"kv\\u005ftransfer_params":1}}', {}, "raw_transfer_params"),
     ],
 )
 def test_what_is_wrong_is_said(raw: bytes, headers: dict[str, str], code: str) -> None:
     """A bad request is refused before any engine hears of it."""
     with pytest.raises(BadRequestError) as refused:
-        parse_turn(Api.CHAT, headers, raw)
+        parse_turn(Api.CHAT, headers, raw, FieldRules())
     assert (refused.value.status, refused.value.code) == (400, code)
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "right"),
+    [
+        ("stop", 5, ["a", "b"]),
+        ("stop", [1], "a"),
+        ("n", "many", "2"),
+        ("n", 0, 1),
+        ("min_tokens", [], 3),
+        ("max_tokens", "x", None),
+        ("max_tokens", 1.5, 1.0),
+        ("max_completion_tokens", {}, 7),
+        ("stream", "perhaps", True),
+        ("stream_options", [], {"include_usage": True}),
+        ("stop_token_ids", ["x"], [1]),
+        ("logprobs", "all", 3),
+        ("top_logprobs", "x", 2),
+        ("response_format", "json", {"type": "json_object"}),
+        ("tool_choice", 1, "auto"),
+        ("ignore_eos", 7, False),
+    ],
+)
+def test_a_field_of_a_wrong_form_is_named_before_any_engine_works(
+    field: str, wrong: object, right: object
+) -> None:
+    """What decode alone would find wrong costs no prefill; what vLLM reads, by
+    its own generous rules, is let through; null is as left out."""
+    with pytest.raises(BadRequestError) as refused:
+        parsed({field: wrong})
+    assert (refused.value.status, refused.value.param) == (400, field)
+    for fine in (right, None):
+        assert parsed({field: fine}).body.keys() == {field}
+
+
+def test_a_wrong_field_is_named_and_never_quoted() -> None:
+    """An error message does not carry what a user wrote."""
+    with pytest.raises(BadRequestError) as refused:
+        parsed({"stop": {"secret": "words"}})
+    assert "stop" in refused.value.message
+    assert "secret" not in refused.value.message
+
+
+def test_extra_arguments_that_are_none_of_ours_pass() -> None:
+    """The engines' own extra arguments stay usable."""
+    extra = {"anything": 1, "list": ["x"]}
+    assert decode_leg({"vllm_xargs": extra})["vllm_xargs"] == extra
 
 
 @given(st.binary(max_size=60))
@@ -268,7 +325,7 @@ def test_no_body_breaks_the_router(raw: bytes) -> None:
     """Whatever bytes come, the answer is a clear refusal or a turn."""
     refused: BadRequestError | None = None
     try:
-        parse_turn(Api.COMPLETIONS, {}, raw)
+        parse_turn(Api.COMPLETIONS, {}, raw, FieldRules())
     except BadRequestError as error:
         refused = error
     if refused is not None:

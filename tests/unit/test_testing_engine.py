@@ -350,10 +350,12 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         FakeEngine("decode", num_blocks=1)
 
 
-async def test_a_prefill_engine_has_no_leases() -> None:
-    """Asking the wrong engine for leases is an error that names the right one."""
-    async with FakeEngine("prefill") as engine:
-        with pytest.raises(RuntimeError, match="decode"):
-            _ = engine.leases
-        with pytest.raises(RuntimeError, match="decode"):
-            _ = engine.lease_address
+async def test_a_prefill_engine_answers_for_its_core_and_leases_nothing() -> None:
+    """A router can see that a prefill engine is alive; before the start there is
+    nothing to ask."""
+    engine = FakeEngine("prefill")
+    with pytest.raises(RuntimeError, match="start"):
+        _ = engine.lease_address
+    async with engine:
+        assert engine.lease_address.startswith("tcp://")
+        assert engine.leases.book.records() == []
