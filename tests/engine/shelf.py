@@ -24,6 +24,7 @@ class Running:
     prefill: list[str]
     decode: list[str]
     lease: list[str]
+    prefill_lease: list[str]
     pids: list[int]
     logs: str
 

@@ -115,18 +115,86 @@ def test_doctor_finds_nothing_amiss_where_the_tests_run() -> None:
     assert "NIXL" in done.stdout
 
 
+def test_doctor_finds_that_the_clusters_engines_fit(running: Running) -> None:
+    """`kvloom doctor --engine …` over running engines, of both kinds."""
+    ready = list(zip(running.prefill, running.prefill_lease, strict=True))
+    ready += zip(running.decode, running.lease, strict=True)
+    engines = [f"--engine={url},lease={lease}" for url, lease in ready]
+    done = subprocess.run(
+        [*KVLOOM, "doctor", *engines],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "1000"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert "lack" not in done.stdout
+    assert "note" not in done.stdout
+    assert "the same block size on all 2 engines" in done.stdout
+
+
 def test_an_engine_that_cannot_start_is_an_error_with_its_log(
     shelf: Shelf, tmp_path: Path
 ) -> None:
-    """A model that is not there: the reason is shown, and nothing is left."""
+    """A flag that vLLM does not know: its own words are shown, and nothing is
+    left, not even the ready file of a cluster before."""
     shelf.clear()
     ready = tmp_path / "ready.json"
-    command = [*KVLOOM, "up", "--port=0", "--model=/no/such/model"]
+    ready.write_text("{}")
+    command = [*KVLOOM, "up", "--port=0", "--engine-arg=--no-such-flag"]
     command += [f"--ready-file={ready}", f"--log-dir={tmp_path / 'logs'}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "/no/such/model" in done.stderr
+    assert "--no-such-flag" in done.stderr
     assert not ready.exists()
+
+
+def test_a_cluster_goes_on_without_an_engine_and_stops_without_decode(
+    shelf: Shelf,
+) -> None:
+    """Prefill dies: the next turn is answered, and it is told which engine ended.
+    Then decode dies: the cluster stops by itself, with code 1."""
+    import openai
+
+    running = shelf.up(EXACT)
+    prefill, decode = running.pids
+    process = shelf.process
+    os.killpg(prefill, signal.SIGKILL)
+    with openai.OpenAI(
+        base_url=running.base_url, api_key="none", max_retries=20
+    ) as client:
+        answer = client.chat.completions.create(
+            model=running.model,
+            messages=[{"role": "user", "content": "Hello"}],
+            max_tokens=3,
+        )
+    assert answer.choices[0].message.content
+    os.killpg(decode, signal.SIGKILL)
+    assert process.wait() == 1
+    said = Path(running.logs).with_name("up.log").read_text()
+    assert "engine p0 ended with exit code -9" in said.replace("\n", " ")
+    assert "engine d0 ended with exit code -9" in said.replace("\n", " ")
+    assert not Path(running.logs).with_name("ready.json").exists()
+    shelf.clear()
+
+
+def test_a_cluster_with_a_key_returns(shelf: Shelf, tmp_path: Path) -> None:
+    """`--cluster-key-file`: the engines meet and return over CURVE, and doctor
+    is let in with the key only."""
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef0123456789abcdef")
+    running = shelf.up(EXACT, f"--cluster-key-file={key}")
+    said = Path(running.logs).with_name("up.log").read_text()
+    assert "p0 and d0 have met" in said
+    assert "(0 tokens returned)" not in said
+    command = [*KVLOOM, "doctor"]
+    command += [f"--engine={running.decode[0]},lease={running.lease[0]}"]
+    for options, code in (((), 1), ((f"--cluster-key-file={key}",), 0)):
+        done = subprocess.run(
+            [*command, *options], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stdout
+    shelf.clear()
 
 
 def test_a_port_that_is_taken_is_said_before_any_engine_loads(tmp_path: Path) -> None:

@@ -89,23 +89,30 @@ def fake_cluster():
         loop.close()
 
 
+def says_version(cluster, text):
+    """Have fake engines answer as vLLM of a version."""
+
+    async def version(_request):
+        return JSONResponse({"version": text})
+
+    for server in cluster.servers:
+        server.engine.app.router.routes.insert(0, Route("/version", version))
+
+
 def test_doctor_looks_at_running_engines():
     """What is well, what was not looked at, what is amiss; the exit code says
     whether anything is."""
-
-    async def version(_request):
-        return JSONResponse({"version": "0.32.0"})
 
     with fake_cluster() as cluster:
         prefill, decode = cluster.prefill[0], cluster.decode[0]
         engines = [f"--engine={prefill.url}"]
         engines += [f"--engine={decode.url},lease={decode.lease_address}"]
+        says_version(cluster, "0.31.0")
         amiss = run("doctor", *engines)
-        for server in cluster.servers:
-            server.engine.app.router.routes.append(Route("/version", version))
+        says_version(cluster, "0.32.0")
         well = run("doctor", *engines)
     assert amiss.exit_code == 1
-    assert f"lack {prefill.url} is vLLM 0.32  HTTP 404" in amiss.output
+    assert f"lack {prefill.url} is vLLM 0.32  0.31.0" in amiss.output
     assert well.exit_code == 0, well.output
     assert f"ok   {decode.url} has kvloom's connector" in well.output
     assert f"note {prefill.url} has kvloom's connector" in well.output
