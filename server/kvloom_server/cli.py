@@ -2,28 +2,32 @@
 
 import asyncio
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 
-from .cluster.doctor import examine
+from kvloom.protocol import ClusterKeyError
+
+from .cluster.checks import read_cluster_key
+from .cluster.console import say_error
+from .cluster.doctor import Finding, examine
 from .cluster.engine_args import Connector
+from .cluster.hold import hold
 from .cluster.launch import ClusterError
 from .cluster.model import ModelUnavailableError
-from .cluster.up import (
-    RunningCluster,
-    StoppedError,
-    StopSignal,
-    UpSettings,
-    local_cluster,
-    ready_file,
-    until_stopped,
-)
+from .cluster.probe import look_at
+from .cluster.stop import StoppedError, StopSignal, until_stopped
+from .cluster.up import UpSettings
+from .cluster.verdict import judge
 from .demo import DemoError, run_demo
 from .router import serve as serve_router
-from .settings import RouterSettings, parse_engine
+from .settings import EngineSpec, RouterSettings, parse_engine
 
 app = typer.Typer(
     add_completion=False,
@@ -43,6 +47,10 @@ DecodeArg = Annotated[
 PrefillArg = Annotated[
     list[str] | None, typer.Option(help="A vLLM flag for the prefill engines.")
 ]
+ClusterKeyFile = Annotated[
+    Path | None,
+    typer.Option(help="The key that engines' lease services and the router share."),
+]
 LogDir = Annotated[
     Path | None, typer.Option(help="Folder for the engines' logs; else a new one.")
 ]
@@ -51,7 +59,10 @@ LogDir = Annotated[
 @app.command()
 def up(
     port: Annotated[
-        int, typer.Option(help="The router's port on loopback; 0 takes a free one.")
+        int,
+        typer.Option(
+            min=0, max=65535, help="The router's port on loopback; 0 takes a free one."
+        ),
     ] = 8000,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill engines.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode engines.")] = 1,
@@ -71,9 +82,12 @@ def up(
     ready_file: Annotated[
         Path | None, typer.Option(help="Gets one JSON object once all is up.")
     ] = None,
+    cluster_key_file: ClusterKeyFile = None,
     log_dir: LogDir = None,
 ) -> None:
     """Start a local cluster: engines and router, until Ctrl-C."""
+    with _plain_errors():
+        key_file = _settings(cluster_key_file=cluster_key_file).cluster_key_file
     settings = UpSettings(
         port=port,
         num_prefill=prefill,
@@ -85,43 +99,11 @@ def up(
         prefill_args=tuple(prefill_arg or ()),
         decode_args=tuple(decode_arg or ()),
         has_dev_endpoints=dev_endpoints,
+        cluster_key_file=key_file,
         log_dir=log_dir,
     )
-    sys.exit(asyncio.run(_up(settings, ready_file)))
-
-
-async def _up(settings: UpSettings, ready: Path | None) -> int:
     console = Console(stderr=True)
-    with StopSignal() as stop:
-        task = asyncio.create_task(_hold(settings, ready, console))
-        try:
-            return await until_stopped(stop, task)
-        except StoppedError:
-            console.print("stopped")
-            return 0
-        except (ClusterError, ModelUnavailableError, OSError) as error:
-            console.print(f"[red]error:[/] {error}", highlight=False)
-            return 1
-
-
-async def _hold(settings: UpSettings, ready: Path | None, console: Console) -> int:
-    async with local_cluster(settings, console=console) as running:
-        with ready_file(ready, running):
-            _announce(running, console)
-            process = await running.engines.wait_for_exit()
-            console.print(
-                f"[red]error:[/] engine {process.name} ended with exit code "
-                f"{process.exit_code}; stopping. The end of {process.log}:"
-            )
-            console.print(process.log_tail(), markup=False, highlight=False)
-            return 1
-
-
-def _announce(running: RunningCluster, console: Console) -> None:
-    console.print(f"\nup: {running.url}  model: {running.model}")
-    console.print("In another terminal:", highlight=False)
-    console.print(f"  export OPENAI_BASE_URL={running.url}/v1 OPENAI_API_KEY=none")
-    console.print("Ctrl-C stops all of it.", highlight=False)
+    sys.exit(asyncio.run(hold(settings, ready=ready_file, console=console)))
 
 
 @app.command()
@@ -134,28 +116,62 @@ def serve(
         typer.Option(help="A decode engine: http://host:port,lease=tcp://host:port."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
-    port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="0 takes a free one.")
+    ] = None,
     returns: Annotated[
         OnOff | None, typer.Option(help="KV goes back to prefill.")
     ] = None,
     connector: Annotated[Connector | None, typer.Option()] = None,
+    cluster_key_file: ClusterKeyFile = None,
 ) -> None:
     """Run the router alone, over engines that run elsewhere.
 
     Every setting is also a KVLOOM_… variable; what stands here wins.
     """
-    given: dict[str, object] = {
-        "prefill": tuple(map(parse_engine, prefill)) if prefill else None,
-        "decode": tuple(map(parse_engine, decode)) if decode else None,
-        "host": host,
-        "port": port,
-        "returns": returns and returns == "on",
-        "connector": connector and connector.value,
-    }
-    settings = RouterSettings(
+    with _plain_errors():
+        settings = _settings(
+            prefill=_engines("--prefill", prefill),
+            decode=_engines("--decode", decode),
+            host=host,
+            port=port,
+            returns=returns and returns == "on",
+            connector=connector and connector.value,
+            cluster_key_file=cluster_key_file,
+        )
+        read_cluster_key(settings.cluster_key_file)
+        asyncio.run(serve_router(settings))
+
+
+def _settings(**given: object) -> RouterSettings:
+    """The router's settings: what is given, and the environment for the rest."""
+    return RouterSettings(
         **{name: value for name, value in given.items() if value is not None}  # type: ignore[arg-type]  # pydantic checks
     )
-    asyncio.run(serve_router(settings))
+
+
+def _engines(option: str, texts: list[str] | None) -> tuple[EngineSpec, ...] | None:
+    try:
+        return tuple(map(parse_engine, texts)) if texts else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """What the user can mend is one sentence and exit code 1, no traceback."""
+    try:
+        yield
+    except ValidationError as error:
+        wrong = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
+        _fail("; ".join(f"{name}: {message}" for name, message in wrong))
+    except (ClusterKeyError, OSError) as error:
+        _fail(str(error))
+
+
+def _fail(text: str) -> None:
+    say_error(Console(stderr=True), text)
+    sys.exit(1)
 
 
 @app.command()
@@ -184,22 +200,54 @@ async def _demo(
             console.print("stopped")
             return 130
         except (ClusterError, ModelUnavailableError, DemoError, OSError) as error:
-            console.print(f"[red]error:[/] {error}", highlight=False)
+            say_error(console, str(error))
             return 1
     return 0
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine lacks for a local cluster, and how to get it."""
+def doctor(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A running engine: http://host:port[,lease=tcp://host:port]; "
+            "may be given several times."
+        ),
+    ] = None,
+    cluster_key_file: ClusterKeyFile = None,
+) -> None:
+    """Say what this machine lacks for a local cluster, and how to get it.
+
+    With --engine: whether these running engines can serve together.
+    """
+    engines = _engines("--engine", engine)
+    with _plain_errors():
+        settings = _settings(cluster_key_file=cluster_key_file)
+        cluster_key = read_cluster_key(settings.cluster_key_file)
+    if engines is None:
+        sys.exit(_report(examine()))
+    api_key = settings.upstream_api_key
+    views = asyncio.run(
+        look_at(
+            engines,
+            api_key=api_key.get_secret_value() if api_key is not None else None,
+            cluster_key=cluster_key,
+        )
+    )
+    sys.exit(_report(judge(views)))
+
+
+def _report(findings: Iterable[Finding]) -> int:
+    """Print findings; the exit code: 0 when nothing that is needed is missing."""
     console = Console()
     is_fit = True
-    for finding in examine():
+    for finding in findings:
         mark = "[green]ok[/]  " if finding.is_ok else "[red]lack[/]"
         if not finding.is_ok and not finding.is_needed:
             mark = "[yellow]note[/]"
-        console.print(f"{mark} {finding.what}  [dim]{finding.detail}[/]")
+        what, detail = escape(finding.what), escape(finding.detail)
+        console.print(f"{mark} {what}  [dim]{detail}[/]")
         if not finding.is_ok:
-            console.print(f"       {finding.cure}", highlight=False)
+            console.print(f"       {escape(finding.cure)}", highlight=False)
             is_fit = is_fit and not finding.is_needed
-    sys.exit(0 if is_fit else 1)
+    return 0 if is_fit else 1

@@ -127,12 +127,7 @@ class Stage:
         self.cluster = cluster
         self.settings = RouterSettings(
             port=0,
-            prefill=tuple(EngineSpec(url=p.url) for p in cluster.prefill),
-            decode=tuple(
-                EngineSpec(url=d.url, lease_address=d.lease_address)
-                for d in cluster.decode
-            ),
-            **(_SETTINGS | settings),
+            **(_engines(cluster) | _SETTINGS | settings),
         )
         self._inner = AiohttpUpstream(connect_timeout_s=5.0, idle_timeout_s=60.0)
         self.upstream = TapingUpstream(self._inner)
@@ -162,9 +157,10 @@ class Stage:
             base_url=self.router.url + "/v1", api_key="k", max_retries=0
         )
 
-    async def restart_router(self) -> None:
+    async def restart_router(self, **settings: Any) -> None:
         """Another life of the router: nothing remembered, another port."""
         await self.router.stop()
+        self.settings = self.settings.model_copy(update=settings)
         self.router = self._new_router()
         await self._start()
 
@@ -222,6 +218,16 @@ class Stage:
         series = f"{name}{{{wanted}}}" if wanted else name
         lines = (line.rpartition(" ") for line in page.splitlines())
         return next((float(v) for key, _, v in lines if key == series), 0.0)
+
+
+def _engines(cluster: FakeCluster) -> dict[str, Any]:
+    return {
+        role: tuple(
+            EngineSpec(url=server.url, lease_address=server.lease_address)
+            for server in servers
+        )
+        for role, servers in (("prefill", cluster.prefill), ("decode", cluster.decode))
+    }
 
 
 def _report(headers: Any) -> PlanReport:

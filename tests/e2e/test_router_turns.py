@@ -474,7 +474,7 @@ async def test_models_are_those_of_the_engines() -> None:
             "status": "ok",
             "prefill": {"p0": "up"},
             "decode": {"d0": "up"},
-            "lease_feeds": {"d0": "live"},
+            "lease_feeds": {"p0": "live", "d0": "live"},
         }
 
 

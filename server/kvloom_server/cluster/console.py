@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -13,6 +14,11 @@ from rich.progress import (
 )
 
 from .launch import EngineUp
+
+
+def say_error(console: Console, text: str) -> None:
+    """One error, loud; brackets in ``text`` are no markup."""
+    console.print(f"[bold red]error:[/] [red]{escape(text)}[/]", highlight=False)
 
 
 class StartDisplay:

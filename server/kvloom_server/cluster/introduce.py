@@ -23,6 +23,7 @@ from kvloom.protocol import (
     outcome_of,
     prefill_params,
 )
+from kvloom_server.curve import secure_peer
 
 from .engine_args import EngineSlot, Role
 
@@ -49,9 +50,16 @@ class Introduction:
 
 
 async def introduce(
-    slots: list[EngineSlot], *, model: str, is_returning: bool
+    slots: list[EngineSlot],
+    *,
+    model: str,
+    is_returning: bool,
+    cluster_key: bytes | None = None,
 ) -> list[Introduction]:
     """One conversation for each pair of engines.
+
+    Args:
+        cluster_key: what the engines' lease services ask for.
 
     Raises:
         IntroductionError: an engine refused its part.
@@ -60,7 +68,14 @@ async def introduce(
     decode = [slot for slot in slots if slot.role is Role.DECODE]
     async with aiohttp.ClientSession() as session:
         return [
-            await _meet(session, p, d, model=model, is_returning=is_returning)
+            await _meet(
+                session,
+                p,
+                d,
+                model=model,
+                is_returning=is_returning,
+                cluster_key=cluster_key,
+            )
             for p in prefill
             for d in decode
         ]
@@ -73,6 +88,7 @@ async def _meet(
     *,
     model: str,
     is_returning: bool,
+    cluster_key: bytes | None,
 ) -> Introduction:
     body: dict[str, Any] = {
         "model": model,
@@ -107,7 +123,7 @@ async def _meet(
         body | {"max_tokens": 1},
         params=decode_params(params, turn_id=None),
     )
-    await _release(decode.lease_address, turn_id)
+    await _release(decode.lease_address, turn_id, cluster_key)
     outcome = outcome_of(params)
     return Introduction(
         prefill=prefill.name,
@@ -116,11 +132,12 @@ async def _meet(
     )
 
 
-async def _release(address: str, lease_id: str) -> None:
+async def _release(address: str, lease_id: str, cluster_key: bytes | None) -> None:
     release = Release(lease_id=lease_id)
     body = msgspec.msgpack.encode(release)
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = int(1000 * RELEASE_LINGER_S)
+        secure_peer(dealer, cluster_key)
         dealer.connect(address)
         await dealer.send_multipart([OPS[Release], b"", body])
         # The reply says that it arrived; a lease that stays would only expire.

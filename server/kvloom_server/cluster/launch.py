@@ -3,9 +3,10 @@
 import asyncio
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -20,6 +21,8 @@ from .engine_args import (
 )
 from .ports import free_ports
 from .processes import EngineProcess
+
+T = TypeVar("T")
 
 HEALTH_POLL_S = 0.5
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
@@ -123,6 +126,7 @@ class Cluster:
         self._start_timeout_s = start_timeout_s
         self._on_up = on_up
         self.processes: list[EngineProcess] = []
+        self._lost: list[EngineProcess] = []
         self._num_up = 0
 
     async def start(self) -> None:
@@ -147,24 +151,34 @@ class Cluster:
                     self._log_dir / f"{slot.name}.log",
                 )
             )
-        waits = [
-            asyncio.create_task(self._wait_until_all_up()),
-            *(asyncio.create_task(_fail_at_end_of(p)) for p in self.processes),
-        ]
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for wait in done:
-                wait.result()
+                await self.while_all_run(self._wait_until_all_up())
         except TimeoutError:
             raise ClusterError(
                 f"the engines did not serve within {self._start_timeout_s:.0f} s; "
                 f"their logs are in {self._log_dir}"
             ) from None
+
+    async def while_all_run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled where an engine ends first.
+
+        Raises:
+            ClusterError: an engine ended.
+        """
+        main = asyncio.create_task(work)
+        ends = [asyncio.create_task(_fail_at_end_of(p)) for p in self.processes]
+        try:
+            done, _ = await asyncio.wait(
+                [main, *ends], return_when=asyncio.FIRST_COMPLETED
+            )
+            for end in done - {main}:
+                end.result()
+            return main.result()
         finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            for task in (main, *ends):
+                task.cancel()
+            await asyncio.gather(main, *ends, return_exceptions=True)
 
     async def _wait_until_all_up(self) -> None:
         async with asyncio.TaskGroup() as waits:
@@ -187,14 +201,22 @@ class Cluster:
         )
 
     async def wait_for_exit(self) -> EngineProcess:
-        """Until one of the engines ends by itself; which."""
-        tasks = {asyncio.create_task(p.wait()): p for p in self.processes}
+        """Until one more of the engines ends by itself; each is told of once."""
+        running = [p for p in self.processes if p not in self._lost]
+        tasks = {asyncio.create_task(p.wait()): p for p in running}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
-        return tasks[done.pop()]
+        ended = tasks[done.pop()]
+        self._lost.append(ended)
+        return ended
+
+    def num_left(self, role: Role) -> int:
+        """How many engines of this role run, as far as ``wait_for_exit`` told."""
+        lost = {process.name for process in self._lost}
+        return sum(s.role is role and s.name not in lost for s in self.slots)
 
     async def stop(self) -> None:
         """End every engine; nothing of them is left."""

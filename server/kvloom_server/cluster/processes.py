@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,11 @@ from pathlib import Path
 
 STOP_GRACE_S = 20.0
 _LOG_TAIL_LINES = 30
+# What libraries print at the end of any process, after what ended it.
+_NOISE = re.compile(
+    r"nanobind: |nanobind\.readthedocs|resource_tracker"
+    r"|- leaked \w+ |- \.\.\. skipped remainder"
+)
 
 
 class EngineProcess:
@@ -92,6 +98,7 @@ class EngineProcess:
             return
 
     def log_tail(self) -> str:
-        """The last lines that the engine printed."""
-        text = self.log.read_text(errors="replace")
-        return "\n".join(text.splitlines()[-_LOG_TAIL_LINES:])
+        """The last lines that the engine printed, but for libraries' leak reports."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        telling = [line for line in lines if not _NOISE.search(line)]
+        return "\n".join(telling[-_LOG_TAIL_LINES:])

@@ -1,23 +1,22 @@
 """A whole local cluster: model, engines and router, for the time of a block."""
 
 import asyncio
-import json
-import os
-import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import aiohttp
 from rich.console import Console
+from rich.markup import escape
 
 from kvloom_server.router import RouterServer
 from kvloom_server.settings import EngineSpec, RouterSettings
 
 from . import model as bundled
+from .checks import check_model, read_cluster_key
 from .console import StartDisplay
 from .engine_args import (
     Connector,
@@ -32,10 +31,9 @@ from .introduce import IntroductionError, introduce
 from .launch import Cluster, detect_device, plan_slots, served_model
 from .ports import check_free
 
-T = TypeVar("T")
-
 DEFAULT_MODEL = "smollm2"
 """Served name of the bundled model."""
+HANG_UP_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +51,8 @@ class UpSettings:
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
     has_dev_endpoints: bool = False
+    cluster_key_file: Path | None = None
+    """File with the key that engines and router share; ``None``: no key."""
     log_dir: Path | None = None
     """``None``: a temporary folder that stays, because its logs explain."""
     start_timeout_s: float = 900.0
@@ -74,6 +74,10 @@ class RunningCluster:
         """The engines' own URLs."""
         return [slot.url for slot in self.slots if slot.role is role]
 
+    def lease_addresses(self, role: Role) -> list[str]:
+        """Where the engines' lease services listen, with our connector."""
+        return [slot.lease_address for slot in self.slots if slot.role is role]
+
     def as_json(self) -> dict[str, Any]:
         """What ``--ready-file`` gets."""
         return {
@@ -82,7 +86,8 @@ class RunningCluster:
             "model": self.model,
             "prefill": self.urls(Role.PREFILL),
             "decode": self.urls(Role.DECODE),
-            "lease": [s.lease_address for s in self.slots if s.role is Role.DECODE],
+            "lease": self.lease_addresses(Role.DECODE),
+            "prefill_lease": self.lease_addresses(Role.PREFILL),
             "pids": [process.pid for process in self.engines.processes],
             "logs": str(self.log_dir),
         }
@@ -95,11 +100,15 @@ async def local_cluster(
     """Start everything, and stop everything at the end, also after a failure.
 
     Raises:
-        ModelUnavailableError: the bundled model can't be prepared.
+        ModelUnavailableError: there is no such model, or the bundled one can't be
+            prepared.
+        ClusterKeyError: the cluster key is of no use.
         ClusterError: an engine did not start.
         PortTakenError: somebody else has the router's port.
     """
     check_free(settings.port)
+    check_model(settings.model)
+    cluster_key = read_cluster_key(settings.cluster_key_file)
     display = StartDisplay(console)
     device = detect_device()
     choice = await _choose_model(settings, display)
@@ -123,8 +132,10 @@ async def local_cluster(
         await cluster.start()
     try:
         # The engines know best: a passed-through flag may have renamed it.
-        model = await served_model(slots[0].url)
-        await _introduce(settings, slots, model, console)
+        model = await cluster.while_all_run(served_model(slots[0].url))
+        await cluster.while_all_run(
+            _introduce(settings, slots, model, cluster_key, console)
+        )
         async with _router(settings, slots) as router:
             yield RunningCluster(
                 url=f"http://127.0.0.1:{router.port}",
@@ -141,6 +152,7 @@ async def _introduce(
     settings: UpSettings,
     slots: list[EngineSlot],
     model: str,
+    cluster_key: bytes | None,
     console: Console,
 ) -> None:
     is_ours = settings.connector is Connector.KVLOOM
@@ -155,9 +167,14 @@ async def _introduce(
             slots,
             model=model,
             is_returning=settings.is_returning and is_ours,
+            cluster_key=cluster_key,
         )
     except (IntroductionError, aiohttp.ClientError, TimeoutError) as error:
-        console.print(f"[yellow]note:[/] no first exchange: {error}", highlight=False)
+        note = f"no first exchange: {error}"
+        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
+        if isinstance(error, aiohttp.ClientError):
+            # An engine that hangs up is about to end, and that fails the start.
+            await asyncio.sleep(HANG_UP_GRACE_S)
         return
     for one in met:
         console.print(
@@ -180,6 +197,7 @@ async def _choose_model(settings: UpSettings, display: StartDisplay) -> ModelCho
 
 
 def _recipe(settings: UpSettings, choice: ModelChoice, device: Device) -> Recipe:
+    key_file = _key_file(settings)
     return Recipe(
         model=choice,
         device=device,
@@ -189,6 +207,37 @@ def _recipe(settings: UpSettings, choice: ModelChoice, device: Device) -> Recipe
         engine_args=settings.engine_args,
         prefill_args=settings.prefill_args,
         decode_args=settings.decode_args,
+        extra_config={} if key_file is None else {"cluster_key_file": str(key_file)},
+    )
+
+
+def _key_file(settings: UpSettings) -> Path | None:
+    """The cluster key's file for engines that have a lease service."""
+    if settings.cluster_key_file is None or settings.connector is Connector.STOCK:
+        return None
+    return settings.cluster_key_file.absolute()
+
+
+def router_settings(settings: UpSettings, slots: list[EngineSlot]) -> RouterSettings:
+    """The router's settings in front of these engines."""
+    has_leases = settings.connector is Connector.KVLOOM
+
+    def specs(role: Role) -> tuple[EngineSpec, ...]:
+        return tuple(
+            EngineSpec(url=s.url, lease_address=s.lease_address if has_leases else None)
+            for s in slots
+            if s.role is role
+        )
+
+    return RouterSettings(
+        port=settings.port,
+        connector=settings.connector.value,
+        returns=settings.is_returning,
+        prefill=specs(Role.PREFILL),
+        decode=specs(Role.DECODE),
+        # Also where it is None: a variable that only the router reads would have
+        # it speak CURVE to engines that do not.
+        cluster_key_file=_key_file(settings),
     )
 
 
@@ -196,84 +245,9 @@ def _recipe(settings: UpSettings, choice: ModelChoice, device: Device) -> Recipe
 async def _router(
     settings: UpSettings, slots: list[EngineSlot]
 ) -> AsyncIterator[RouterServer]:
-    is_ours = settings.connector is Connector.KVLOOM
-    router = RouterServer(
-        RouterSettings(
-            port=settings.port,
-            connector=settings.connector.value,
-            returns=settings.is_returning,
-            prefill=tuple(
-                EngineSpec(url=s.url) for s in slots if s.role is Role.PREFILL
-            ),
-            decode=tuple(
-                EngineSpec(
-                    url=s.url, lease_address=s.lease_address if is_ours else None
-                )
-                for s in slots
-                if s.role is Role.DECODE
-            ),
-        )
-    )
+    router = RouterServer(router_settings(settings, slots))
     await router.start()
     try:
         yield router
     finally:
         await router.stop()
-
-
-@contextmanager
-def ready_file(path: Path | None, running: RunningCluster) -> Iterator[None]:
-    """Tell whoever waits for the file that all is up; gone when it is not."""
-    if path is None:
-        yield
-        return
-    whole = path.with_name(f".{path.name}.{os.getpid()}")
-    whole.write_text(json.dumps(running.as_json()) + "\n")
-    whole.replace(path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-
-
-class StopSignal:
-    """Ctrl-C and SIGTERM as something to await, for the time of a block."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def __enter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._event.set)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-    async def wait(self) -> None:
-        await self._event.wait()
-
-
-class StoppedError(Exception):
-    """The user asked to stop while something was under way."""
-
-
-async def until_stopped(stop: StopSignal, work: "asyncio.Task[T]") -> T:
-    """The result of ``work``, unless the user stops it first.
-
-    Raises:
-        StoppedError: the user did; the work was cancelled and cleaned up.
-    """
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-            await asyncio.wait({work})
-            raise StoppedError
-        return work.result()
-    finally:
-        stopped.cancel()
