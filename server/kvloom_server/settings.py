@@ -23,8 +23,8 @@ class EngineSpec:
     url: str
     """Its HTTP root, ``http://host:port``, without a slash at the end."""
     lease_address: str | None = None
-    """A decode engine's lease service, ``tcp://host:port``; ``None`` when it
-    runs without kvloom's connector."""
+    """Its lease service, ``tcp://host:port``, which also shows that its core is
+    alive; ``None`` when it runs without kvloom's connector."""
 
 
 def parse_engine(text: str) -> EngineSpec:
@@ -45,9 +45,7 @@ def parse_engine(text: str) -> EngineSpec:
     return EngineSpec(url=url.rstrip("/"), lease_address=lease_address)
 
 
-_ENGINE_FORM: Final = (
-    "write http://host:port, for a decode engine http://host:port,lease=tcp://host:port"
-)
+_ENGINE_FORM: Final = "write http://host:port, with a lease service http://host:port,lease=tcp://host:port"
 
 
 def _is_address(text: str, *, schemes: tuple[str, ...]) -> bool:
@@ -104,8 +102,12 @@ class RouterSettings(BaseSettings):
     connect_timeout_s: float = Field(default=5.0, gt=0)
     idle_timeout_s: float = Field(default=600.0, gt=0)
     """Longest silence of an engine inside one answer."""
-    prefill_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest prefill leg; beyond it the turn goes on without that engine."""
+    prefill_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest prefill leg; beyond it the turn goes on without that engine, and
+    so do others for a while."""
+    hang_after_s: float = Field(default=10.0, gt=0)
+    """So long the core of an engine with a lease service may be silent before
+    its work goes elsewhere."""
     handle_wait_s: float = Field(default=0.25, ge=0)
     """How long the end of an answer waits for its lease to be announced."""
     health_interval_s: float = Field(default=2.0, gt=0)

@@ -46,6 +46,7 @@ class EngineCore:
         changes: Changes,
         grants_leases: bool,
     ) -> None:
+        self._grants_leases = grants_leases
         self.engine_id = uuid.uuid4().hex
         self.pool = BlockPool(
             num_blocks=options.num_blocks, block_size=options.block_size
@@ -59,21 +60,20 @@ class EngineCore:
         self._pins: dict[str, tuple[Sequence[int], asyncio.TimerHandle]] = {}
         self._context: zmq.asyncio.Context | None = None
         self._is_closed = False
-        self.leases: LeaseService | None = None
-        if grants_leases:
-            self.leases = LeaseService(
-                engine_id=self.engine_id,
-                boot_id=uuid.uuid4().hex,
-                pool=self.pool,
-                ttl_s=options.lease_ttl_s,
-                changes=changes,
-                clock=options.clock,
-            )
+        self.leases = LeaseService(
+            engine_id=self.engine_id,
+            boot_id=uuid.uuid4().hex,
+            pool=self.pool,
+            ttl_s=options.lease_ttl_s,
+            changes=changes,
+            clock=options.clock,
+            faults=faults,
+        )
+        """Of prefill too, where it only shows that the core is alive."""
 
     async def start(self, *, lease_port: int) -> int:
         """Join the fabric and open the lease service; returns its port."""
-        if self.leases is not None:
-            lease_port = await self.leases.start(port=lease_port)
+        lease_port = await self.leases.start(port=lease_port)
         self._context = zmq.asyncio.Context()
         self._fabric.join(self.engine_id, self.pool, on_read=self._unpin)
         return lease_port
@@ -84,8 +84,7 @@ class EngineCore:
         self._fabric.leave(self.engine_id)
         for _, timer in self._pins.values():
             timer.cancel()
-        if self.leases is not None:
-            await self.leases.aclose()
+        await self.leases.aclose()
         if self._context is not None:
             self._context.destroy(linger=0)
 
@@ -162,9 +161,8 @@ class EngineCore:
 
     def _blocks_for(self, num_tokens: int, held: Sequence[int]) -> list[int] | None:
         missing = -(-num_tokens // self._options.block_size) - len(held)
-        if self.leases is not None:
-            # Leases never make a request wait.
-            self.leases.give_up(missing)
+        # Leases never make a request wait.
+        self.leases.give_up(missing)
         fresh = self.pool.allocate(missing)
         return None if fresh is None else [*held, *fresh]
 
@@ -300,9 +298,9 @@ class EngineCore:
         self.pool.release(turn.blocks)
 
     def _lease(self, lease_id: str, turn: Turn) -> None:
-        if (leases := self.leases) is None:
+        if not self._grants_leases:
             return
-        ids = turn.token_ids
+        leases, ids = self.leases, turn.token_ids
         blocks = turn.blocks[: -(-len(ids) // self._options.block_size)]
         why_not = _why_not_leased(turn) or self._why_full(len(blocks), leases)
         if why_not is not None:

@@ -1,5 +1,6 @@
 """A fake of vLLM with kvloom's connector: real leases, real prefix cache, no model."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, Self, Unpack
@@ -24,11 +25,12 @@ class FakeEngine:
     """A fake vLLM engine.
 
     ``app`` is its HTTP surface (ASGI). Use the engine as an async context
-    manager, or call :meth:`start` and :meth:`aclose`; in between a decode
-    engine's lease service listens.
+    manager, or call :meth:`start` and :meth:`aclose`; in between its lease
+    service listens.
 
     Args:
-        role: ``prefill`` claims leases, ``decode`` grants them.
+        role: ``prefill`` claims leases, ``decode`` grants them; both answer for
+            their core at their lease address.
         name: for messages and metrics.
         fabric: through which engines read each other's blocks; engines that are
             to work together share one.
@@ -76,7 +78,7 @@ class FakeEngine:
         await self.aclose()
 
     async def start(self) -> None:
-        """Join the fabric and, on decode, open the lease service."""
+        """Join the fabric and open the lease service."""
         if not self._is_started:
             self._is_started = True
             self._lease_port = await self.core.start(lease_port=self._lease_port)
@@ -118,16 +120,7 @@ class FakeEngine:
 
     @property
     def leases(self) -> LeaseService:
-        """The lease service.
-
-        Raises:
-            RuntimeError: this is no decode engine.
-        """
-        if self.core.leases is None:
-            raise RuntimeError(
-                f"{self.name} is a {self.role} engine and leases nothing; ask a "
-                'FakeEngine("decode")'
-            )
+        """The lease service; a prefill engine's lists nothing."""
         return self.core.leases
 
     @property
@@ -135,16 +128,25 @@ class FakeEngine:
         """Where the lease service listens, ``tcp://host:port``.
 
         Raises:
-            RuntimeError: this is no decode engine, or it was never started.
+            RuntimeError: it was never started.
         """
-        if self.role != "decode" or not self._lease_port:
+        if not self._lease_port:
             raise RuntimeError(
-                f"{self.name} has no lease address: only a decode engine has one, "
-                "once it is started (`async with engine:`)"
+                f"{self.name} has no lease address yet: start it first "
+                "(`async with engine:`)"
             )
         return f"tcp://{LOOPBACK}:{self._lease_port}"
 
     # What tests do to it, and wait for
+
+    def stand_still(self) -> None:
+        """Stop the core, as SIGSTOP does; its HTTP server goes on."""
+        self.faults.core_gate = asyncio.Event()
+
+    def go_on(self) -> None:
+        """Let a core that stands still go on where it was."""
+        if self.faults.core_gate is not None:
+            self.faults.core_gate.set()
 
     def fail_next(
         self, count: int = 1, *, status: int = 500, message: str = "injected failure"
@@ -180,8 +182,7 @@ class FakeEngine:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` where blocks or leases contradict themselves."""
         self.pool.check_integrity()
-        if self.core.leases is not None:
-            self.core.leases.book.check_integrity()
+        self.core.leases.book.check_integrity()
 
     # For its HTTP surface
 

@@ -23,12 +23,20 @@ class Faults:
     errors_after_chunks: int | None = None
     """The next stream has an error event after so many chunks; then this is
     unset."""
+    core_gate: asyncio.Event | None = None
+    """Until it is set the engine's core stands still, as after SIGSTOP: HTTP
+    requests are taken and ``/health`` is answered, nothing else happens."""
     first_byte_gate: asyncio.Event | None = None
     """Prompts are computed, but answers begin only once it is set."""
     chunk_gate: asyncio.Semaphore | None = None
     """Each event of a stream takes one permit; ``release()`` lets one pass."""
     skips_verification: bool = False
     """Prefill pulls by position and compares nothing, as stock vLLM does."""
+
+    async def core_runs(self) -> None:
+        """Return once the core does not stand still."""
+        if self.core_gate is not None:
+            await self.core_gate.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,6 +182,7 @@ class _Generation:
             await _disconnected(receive)
 
     async def _serve(self, send: Send) -> None:
+        await self._engine.faults.core_runs()
         async with contextlib.AsyncExitStack() as stack:
             turns = [
                 await stack.enter_async_context(self._engine.turn(self._ask, i))
@@ -225,6 +226,7 @@ class _Generation:
         faults = self._engine.faults
         if faults.chunk_gate is not None:
             await faults.chunk_gate.acquire()
+        await faults.core_runs()
         if faults.dies_after_chunks == self._num_sent:
             faults.dies_after_chunks = None
             raise EngineDiedError(f"{self._engine.name} died as it was told to")

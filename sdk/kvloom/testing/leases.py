@@ -1,4 +1,4 @@
-"""The lease service of a fake decode engine: a real ZeroMQ ROUTER on loopback."""
+"""The lease service of a fake engine: a real ZeroMQ ROUTER on loopback."""
 
 import asyncio
 import contextlib
@@ -34,6 +34,7 @@ from kvloom.protocol import (
 from .book import Lease, LeaseBook, Offer, UnknownLeaseError
 from .cache import BlockPool
 from .changes import Changes
+from .faults import Faults
 
 LOOPBACK = "127.0.0.1"
 PROVISIONAL_S = 5.0
@@ -61,7 +62,10 @@ class LeaseService:
         ttl_s: float,
         changes: Changes,
         clock: Callable[[], float],
+        faults: Faults | None = None,
     ) -> None:
+        """``faults``: the engine's, of which ``core_gate`` holds here too."""
+        self._faults = faults or Faults()
         self.engine_id = engine_id
         self.boot_id = boot_id
         self.book = LeaseBook(pool, on_event=self._publish)
@@ -167,6 +171,7 @@ class LeaseService:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             frames = await socket.recv_multipart()
+            await self._faults.core_runs()
             if self.is_mute or len(frames) != 4:
                 continue
             peer, op, tag, body = frames

@@ -4,19 +4,25 @@ Pure ASGI on purpose: a framework's streaming response costs more a chunk than
 all that the router does with it.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Final
 
 import msgspec
 
 from .engines import Engines
-from .errors import BadRequestError, RouterError, no_engine
+from .errors import BadRequestError, RouterError, no_engine, stopping
 from .exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
 from .feed import Feeds
+from .fields import FieldRules
 from .job import EngineAnswerError
 from .metrics import METRICS_CONTENT_TYPE, Metrics
 from .request import Api, parse_turn
 from .turn import Conductor
+
+FAREWELL_S: Final = 1.0
+"""How long a client may take to take the last words of a cut-off answer."""
 
 Handler = Callable[[Exchange], Awaitable[str]]
 """Answers one request; how it ended, for the metrics."""
@@ -40,6 +46,7 @@ class RouterApp:
         self._feeds = feeds
         self._conductor = conductor
         self._metrics = metrics
+        self._rules = FieldRules()
         self._running = running
         self._body_limit_bytes = body_limit_bytes
         self._routes: dict[str, tuple[frozenset[str], Handler]] = {
@@ -84,6 +91,9 @@ class RouterApp:
             await client.reply(error.status, error.headers, error.body)
         except ClientGoneError:
             outcome = "client_gone"
+        except asyncio.CancelledError:
+            outcome = "cut_off"
+            await _cut_off(client)
         finally:
             self._metrics.requests.labels(route, outcome).inc()
 
@@ -107,7 +117,7 @@ class RouterApp:
     def _turn(self, api: Api) -> Handler:
         async def answer(client: Exchange) -> str:
             body = await client.read(self._body_limit_bytes)
-            request = parse_turn(api, client.headers, body)
+            request = parse_turn(api, client.headers, body, self._rules)
             return await self._conductor.carry_out(request, client)
 
         return answer
@@ -135,6 +145,19 @@ class RouterApp:
         kind = ("content-type", METRICS_CONTENT_TYPE)
         await client.reply(200, (kind,), self._metrics.page())
         return "ok"
+
+
+async def _cut_off(client: Exchange) -> None:
+    """The server stops: the client gets an end, not silence.
+
+    After that nothing is left to cancel, so the cancellation ends here.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FAREWELL_S):
+            await client.cut_off(stopping())
+    task = asyncio.current_task()
+    if task is not None:
+        task.uncancel()
 
 
 def _canonical(path: str) -> str:

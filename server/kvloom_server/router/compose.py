@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -15,10 +16,11 @@ from .app import RouterApp
 from .decode import DecodeLeg
 from .directory import Directory, Let
 from .engines import Engine, Engines
-from .feed import Feeds
+from .feed import PROBE_S, Feeds, Followed
 from .metrics import Metrics
 from .prefill import PrefillLeg
 from .seal import Sealer
+from .strays import Strays
 from .turn import Conductor
 from .upstream import AiohttpUpstream, Upstream
 
@@ -66,6 +68,7 @@ def build_app(
             await stack.enter_async_context(parts.engines.watched())
             up = {engine.name for engine in parts.engines if engine.is_up}
             await stack.enter_async_context(parts.feeds.running(up))
+            stack.push_async_callback(parts.strays.close)
             stack.push_async_callback(prefill.close)
             yield
 
@@ -89,6 +92,7 @@ class _Parts:
     engines: Engines
     directory: Directory
     feeds: Feeds
+    strays: Strays
     sealer: Sealer
     metrics: Metrics
     clock: Callable[[], float]
@@ -116,7 +120,12 @@ def _parts(
         upstream=upstream,
         health_interval_s=settings.health_interval_s,
         health_timeout_s=settings.health_timeout_s,
+        hang_after_s=settings.hang_after_s,
         api_key=api_key,
+        clock=clock,
+    )
+    strays = Strays(
+        engines=engines, upstream=upstream, api_key=api_key, count=metrics.stray
     )
     return _Parts(
         settings=settings,
@@ -125,6 +134,7 @@ def _parts(
         engines=engines,
         directory=directory,
         feeds=_feeds(settings, engines, directory, metrics, wall_clock),
+        strays=strays,
         sealer=_sealer(settings),
         metrics=metrics,
         clock=clock,
@@ -136,6 +146,7 @@ def _prefill(parts: _Parts) -> PrefillLeg:
     return PrefillLeg(
         engines=parts.engines,
         upstream=parts.upstream,
+        strays=parts.strays,
         metrics=parts.metrics,
         timeout_s=parts.settings.prefill_timeout_s,
         api_key=parts.api_key,
@@ -149,6 +160,7 @@ def _decode(parts: _Parts) -> DecodeLeg:
         upstream=parts.upstream,
         directory=parts.directory,
         feeds=parts.feeds,
+        strays=parts.strays,
         sealer=parts.sealer,
         metrics=parts.metrics,
         handle_wait_s=parts.settings.handle_wait_s,
@@ -164,6 +176,7 @@ def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
         directory=parts.directory,
         prefill=prefill,
         decode=_decode(parts),
+        strays=parts.strays,
         sealer=parts.sealer,
         metrics=parts.metrics,
         mode=ReturnMode.LAZY if parts.settings.returns else ReturnMode.OFF,
@@ -190,13 +203,8 @@ def _feeds(
     def released(let: Let) -> None:
         metrics.handle("released")
 
-    has_leases = settings.connector == "kvloom"
     feeds = Feeds(
-        [
-            (engine.name, engine.spec.lease_address)
-            for engine in engines.decode
-            if has_leases and engine.spec.lease_address is not None
-        ],
+        _followed(settings, engines),
         directory=directory,
         clock=wall_clock,
         on_release=released,
@@ -208,6 +216,27 @@ def _feeds(
 
     engines.on_change.append(changed)
     return feeds
+
+
+def _followed(settings: RouterSettings, engines: Engines) -> list[Followed]:
+    """The engines with a lease service, of both kinds."""
+    if settings.connector != "kvloom":
+        return []
+    return [
+        Followed(
+            name=engine.name,
+            address=engine.spec.lease_address,
+            pulse=engine.pulse,
+            is_busy=partial(_is_busy, engine),
+            probe_s=min(PROBE_S, settings.hang_after_s / 5),
+        )
+        for engine in engines
+        if engine.spec.lease_address is not None
+    ]
+
+
+def _is_busy(engine: Engine) -> bool:
+    return engine.num_in_flight > 0
 
 
 def _sealer(settings: RouterSettings) -> Sealer:

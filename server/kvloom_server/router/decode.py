@@ -1,7 +1,7 @@
 """The decode leg: one engine answers, and its bytes go to the client.
 
-Before the first byte a failed engine is replaced; after it the client gets an
-error event. The last event carries the handle of the turn's lease.
+Before the first byte a failed or lost engine is replaced; after it the client
+gets an error event. The last event carries the handle of the turn's lease.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from kvloom.protocol import PLAN_HEADER, PlanReport
 
 from .directory import Directory, continues
 from .engines import Engine, Engines
-from .errors import engine_failed, engine_failed_midway
+from .errors import RouterError, engine_failed, engine_failed_midway
 from .exchange import Exchange
 from .feed import Feeds
 from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault, kept
@@ -22,10 +22,12 @@ from .metrics import Metrics
 from .plan import Lease, next_decode
 from .seal import Binding, Sealed, Sealer
 from .splice import TailSplicer, spliced
+from .strays import Strays
 from .upstream import (
     BrokenError,
     Upstream,
     UpstreamError,
+    UpstreamRequest,
     UpstreamResponse,
     read_all,
 )
@@ -49,6 +51,7 @@ class DecodeLeg:
         upstream: Upstream,
         directory: Directory,
         feeds: Feeds,
+        strays: Strays,
         sealer: Sealer,
         metrics: Metrics,
         handle_wait_s: float,
@@ -60,6 +63,7 @@ class DecodeLeg:
         self._upstream = upstream
         self._directory = directory
         self._feeds = feeds
+        self._strays = strays
         self._sealer = sealer
         self._metrics = metrics
         self._handle_wait_s = handle_wait_s
@@ -71,11 +75,11 @@ class DecodeLeg:
         """Have a decode engine answer the client; how that ended.
 
         Raises:
-            UnavailableError: every engine that was tried broke off.
+            UnavailableError: every engine that was tried broke off or failed.
             EngineAnswerError: the engine's own refusal.
         """
         params = job.transfer_params
-        name: str | None = job.plan.decode
+        name = self._first(job)
         refused: EngineAnswerError | None = None
         while name is not None and len(job.tried) < MAX_ATTEMPTS:
             engine = self._engines[name]
@@ -85,15 +89,31 @@ class DecodeLeg:
                 if not is_engines_fault(error.status):
                     raise
                 refused, params = error, None
+                self._strays.release(job)
             except UpstreamError as error:
                 self._failed(engine, job, error)
                 # Prefill frees its blocks once they were read, so that whoever
                 # may have read them can't be followed by another.
-                params = None if isinstance(error, BrokenError) else params
+                if isinstance(error, BrokenError):
+                    params, job.is_taken = None, True
             job.tried.append(name)
             job.rename()
-            name = next_decode(job.turn, job.fleet, tried=job.tried)
-        raise refused or engine_failed()
+            name = self._next(job)
+        raise _last_word(refused)
+
+    def _first(self, job: Job) -> str | None:
+        """The planned engine, unless it was lost while prefill worked."""
+        planned = self._engines[job.plan.decode]
+        if planned.is_up:
+            return planned.name
+        # One that is only down is tried when there is no other: it is quick to
+        # refuse, and may be back.
+        return self._next(job) or (None if planned.standing.is_hung else planned.name)
+
+    def _next(self, job: Job) -> str | None:
+        # As the engines are now, not as they were when the turn was planned.
+        fleet = self._engines.fleet(job.request.model, self._directory.num_bound)
+        return next_decode(job.turn, fleet, tried=job.tried)
 
     async def _at(
         self,
@@ -109,13 +129,12 @@ class DecodeLeg:
         if job.asks_lease and lease and continues(job.outcome, lease):
             self._directory.supersede(job.turn_id, lease)
         began = self._clock()
-        with engine.busy(), self._feeds.announcements.expected(job.turn_id) as granted:
-            response = await self._upstream.send(request)
-            try:
-                relay = _Relay(self, engine, job, client, granted, began)
-                return await relay.run(response)
-            finally:
-                await response.abort()
+        with self._feeds.announcements.expected(job.turn_id) as granted:
+            relay = _Relay(self, engine, job, client, granted, began)
+            return await relay.run(request)
+
+    async def send(self, request: UpstreamRequest) -> UpstreamResponse:
+        return await self._upstream.send(request)
 
     def answered(self, engine: Engine, job: Job, began: float) -> PlanReport:
         """The first byte is there: remember who answers."""
@@ -193,10 +212,21 @@ class _Relay:
         self._began = began
         self._splicer = TailSplicer()
 
-    async def run(self, response: UpstreamResponse) -> str:
-        if response.status == 200 and _is_stream(response):
-            return await self._stream(response)
-        body = await read_all(response)
+    async def run(self, request: UpstreamRequest) -> str:
+        try:
+            async with self._engine.leg():
+                response = await self._leg.send(request)
+                try:
+                    if response.status == 200 and _is_stream(response):
+                        return await self._stream(response)
+                    body = await read_all(response)
+                finally:
+                    await response.abort()
+        except BrokenError as error:
+            # Until the first byte another engine may answer.
+            if not self._client.has_started:
+                raise
+            return await self._break_off(error)
         if response.status != 200:
             raise EngineAnswerError(response.status, response.headers, body)
         headers = self._headers(response)
@@ -207,18 +237,16 @@ class _Relay:
         chunks = response.body()
         # Not before the first bytes: until then another engine may answer.
         first = await anext(chunks, b"")
-        await self._client.start(200, self._headers(response))
-        try:
-            await self._pass_on(first)
-            async for chunk in chunks:
-                await self._pass_on(chunk)
-        except BrokenError as error:
-            if not self._splicer.is_finished:
-                return await self._break_off(error)
+        headers = self._headers(response)
+        await self._client.open_stream(200, headers, farewell=self._farewell)
+        await self._pass_on(first)
+        async for chunk in chunks:
+            await self._pass_on(chunk)
         await self._client.end(self._splicer.finish(None))
         return "ok"
 
     async def _pass_on(self, chunk: bytes) -> None:
+        self._engine.worked()
         data = self._splicer.feed(chunk)
         if self._splicer.is_done:
             data += self._splicer.finish(await self._handle())
@@ -226,17 +254,34 @@ class _Relay:
             await self._client.chunk(data)
 
     async def _break_off(self, error: BrokenError) -> str:
+        is_whole = self._splicer.is_done or self._splicer.is_finished
+        await self._client.end(self._farewell(engine_failed_midway()))
+        if is_whole:
+            return "ok"
         self._leg.broke(self._engine, self._job, error)
-        event = b"data: " + engine_failed_midway().body() + b"\n\n"
-        await self._client.end(self._splicer.abandon() + event)
         return "broken"
 
+    def _farewell(self, error: RouterError) -> bytes:
+        """The rest of the stream, which ends now; an error if it is not whole."""
+        if self._splicer.is_done or self._splicer.is_finished:
+            return self._splicer.finish(None)
+        return self._splicer.abandon() + error.event()
+
     def _headers(self, response: UpstreamResponse) -> list[tuple[str, str]]:
+        self._job.is_taken = True
         report = self._leg.answered(self._engine, self._job, self._began)
         return [*kept(response.headers), (PLAN_HEADER.lower(), report.encode())]
 
     async def _handle(self) -> str | None:
         return await self._leg.handle_for(self._engine, self._job, self._granted)
+
+
+def _last_word(refused: EngineAnswerError | None) -> Exception:
+    """What the client gets when no engine answered: an engine that is busy may
+    say so itself; that it failed says nothing about the request."""
+    if refused is not None and refused.status < 500:
+        return refused
+    return engine_failed()
 
 
 def _is_stream(response: UpstreamResponse) -> bool:

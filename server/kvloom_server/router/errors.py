@@ -2,7 +2,7 @@
 
 RouterError
 ├── BadRequestError      4xx: the request can't be carried out as it is
-└── UnavailableError     502, 503: try again, it is not the request's fault
+└── UnavailableError     503: try again, it is not the request's fault
 """
 
 from typing import Final
@@ -42,6 +42,10 @@ class RouterError(Exception):
             "code": self.code,
         }
         return msgspec.json.encode({"error": error})
+
+    def event(self) -> bytes:
+        """The same as the last event of a stream that can't go on."""
+        return b"data: " + self.body() + b"\n\n"
 
 
 class BadRequestError(RouterError):
@@ -91,11 +95,11 @@ def no_engine() -> UnavailableError:
 
 
 def engine_failed() -> UnavailableError:
-    """502 when every decode engine that was tried broke off."""
+    """503 when every decode engine that was tried broke off or failed."""
     return UnavailableError(
-        "The decode engine failed before it answered: send the request again",
+        "No decode engine could answer this request now: send it again in a "
+        "moment, or look at GET /health",
         code="engine_failed",
-        status=502,
     )
 
 
@@ -105,7 +109,16 @@ def engine_failed_midway() -> UnavailableError:
         "The decode engine failed in the middle of the answer: what came so far "
         "is incomplete, send the request again",
         code="engine_failed",
-        status=502,
+    )
+
+
+def stopping() -> UnavailableError:
+    """503, or the error event of a stream, when the router stops before the
+    answer's end."""
+    return UnavailableError(
+        "The router is stopping, and this answer is not complete: send the "
+        "request again",
+        code="router_stopping",
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from .errors import too_large
+from .errors import RouterError, too_large
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -41,6 +41,8 @@ class Exchange:
             for name, value in scope["headers"]
         }
         self.has_started = False
+        self.has_ended = False
+        self._farewell: Callable[[RouterError], bytes] | None = None
 
     async def read(self, limit_bytes: int) -> bytes:
         """The request's body.
@@ -105,6 +107,36 @@ class Exchange:
             await _cancelled(task)
         raise ClientGoneError
 
+    async def open_stream(
+        self,
+        status: int,
+        headers: Headers,
+        *,
+        farewell: Callable[[RouterError], bytes],
+    ) -> None:
+        """Send the head of an event stream.
+
+        Args:
+            status: of the answer.
+            headers: of the answer.
+            farewell: the rest of the stream if it must end now, with an error
+                unless it is complete.
+        """
+        self._farewell = farewell
+        await self.start(status, headers)
+
+    async def cut_off(self, error: RouterError) -> None:
+        """End the answer now, so that the client knows that it is not whole.
+
+        A plain answer whose head is out can't say it: its length does.
+        """
+        if self.has_ended:
+            return
+        if not self.has_started:
+            await self.reply(error.status, (JSON, *error.headers), error.body())
+        elif self._farewell is not None:
+            await self.end(self._farewell(error))
+
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head of the answer."""
         self.has_started = True
@@ -121,6 +153,7 @@ class Exchange:
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last piece of the answer."""
+        self.has_ended = True
         await self._send({"type": "http.response.body", "body": data})
 
     async def reply(self, status: int, headers: Headers, body: bytes) -> None:

@@ -1,7 +1,9 @@
-"""The lease feed: every decode engine tells the router what it holds.
+"""The lease feed: every engine tells the router what it holds, and that it lives.
 
 One task an engine. It subscribes, keeps the directory true to what it hears,
-sees gaps, and reconnects for ever; while it can't, turns go on without it.
+sees gaps, and reconnects for ever; while it can't, turns go on without it. A
+prefill engine holds no leases; its feed says only that its core is alive. While
+an engine is at work its service is asked often, so that a hang shows soon.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -37,13 +40,17 @@ from kvloom_server.curve import secure_peer
 from .background import started, stopped
 from .directory import Directory, Let
 from .plan import Lease
+from .pulse import Pulse
 
 log = logging.getLogger(__name__)
 
 REPLY_S: Final = 2.0
 """A lease service that is silent for so long is connected to anew."""
+PROBE_S: Final = 2.0
+"""How often the lease service of an engine at work is asked for a sign of life,
+at most; a short ``hang_after_s`` asks more often."""
 FIRST_PAUSE_S: Final = 0.1
-LONGEST_PAUSE_S: Final = 5.0
+LONGEST_PAUSE_S: Final = 2.0
 
 START_S: Final = 1.0
 """How long the router's start waits for engines that are up to list their
@@ -52,6 +59,19 @@ leases, so that the first turns after a restart find them."""
 
 class FeedBrokenError(Exception):
     """The lease service is silent, or speaks another version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """An engine whose lease service is followed."""
+
+    name: str
+    address: str
+    pulse: Pulse
+    """Told what is asked and heard."""
+    is_busy: Callable[[], bool]
+    """Whether it has work in flight."""
+    probe_s: float = PROBE_S
 
 
 class Announcements:
@@ -78,13 +98,12 @@ class Announcements:
 
 
 class LeaseFeed:
-    """What one decode engine holds, kept up to date in the directory."""
+    """What one engine holds, kept up to date in the directory."""
 
     def __init__(
         self,
+        followed: Followed,
         *,
-        engine: str,
-        address: str,
         directory: Directory,
         announcements: Announcements,
         let_go: Callable[[Iterable[Let]], None],
@@ -92,10 +111,11 @@ class LeaseFeed:
         cluster_key: bytes | None = None,
     ) -> None:
         self._cluster_key = cluster_key
-        self.engine = engine
+        self.engine = followed.name
         self.live = asyncio.Event()
         """Set while what it says is complete."""
-        self._address = address
+        self._followed = followed
+        self._pulse = followed.pulse
         self._directory = directory
         self._announcements = announcements
         self._let_go = let_go
@@ -114,7 +134,7 @@ class LeaseFeed:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             secure_peer(socket, self._cluster_key)
             try:
-                socket.connect(self._address)
+                socket.connect(self._followed.address)
                 await self._open(socket)
                 pause_s = FIRST_PAUSE_S
                 await self._follow(socket)
@@ -132,7 +152,7 @@ class LeaseFeed:
         """The engine has come up or gone down: look at once."""
         self._kicked.set()
         if self._socket is not None:
-            _send(self._socket, Subscribe())
+            self._ask(self._socket, Subscribe())
 
     def keep(self, lease_id: str) -> bool:
         """Have a lease kept whose turn ended well; whether that was in doubt."""
@@ -155,8 +175,8 @@ class LeaseFeed:
                 await self._kicked.wait()
 
     async def _open(self, socket: zmq.asyncio.Socket) -> None:
-        _send(socket, Hello())
-        welcome = await _receive(socket, REPLY_S)
+        self._ask(socket, Hello())
+        welcome = await self._hear(socket, REPLY_S)
         if not isinstance(welcome, Welcome):
             raise FeedBrokenError("no welcome")
         if welcome.version != PROTOCOL_VERSION:
@@ -167,25 +187,30 @@ class LeaseFeed:
         self._socket = socket
 
     async def _follow(self, socket: zmq.asyncio.Socket) -> None:
-        renew_at = 0.0
-        """When to ask again; 0 asks now."""
-        answer_by = math.inf
+        due = _Due(probe_s=self._followed.probe_s)
         while True:
             now = time.monotonic()
-            if now >= answer_by:
-                raise FeedBrokenError("it does not answer")
-            if now >= renew_at:
-                _send(socket, Subscribe())
-                renew_at = now + SUBSCRIPTION_S / 3
-                answer_by = min(answer_by, now + REPLY_S)
-            message = await _receive(socket, min(renew_at, answer_by) - now)
+            for question in due.questions(now, is_busy=self._followed.is_busy()):
+                self._ask(socket, question)
+            message = await self._hear(socket, due.wait_s(now))
             if isinstance(message, Leases):
-                answer_by = math.inf
+                due.answer_by = math.inf
                 self._take_snapshot(message)
             elif isinstance(message, LeaseEvent):
                 is_whole = self._take_event(message)
-                if not is_whole and answer_by == math.inf:
-                    renew_at = 0.0
+                if not is_whole and due.answer_by == math.inf:
+                    due.renew_at = 0.0
+
+    def _ask(self, socket: zmq.asyncio.Socket, question: Hello | Subscribe) -> None:
+        _send(socket, question)
+        self._pulse.asked()
+
+    async def _hear(self, socket: zmq.asyncio.Socket, timeout_s: float) -> Any:
+        """The next message, or ``None`` when none came or it can't be read."""
+        message = await _receive(socket, timeout_s)
+        if message is not None:
+            self._pulse.heard()
+        return message
 
     def _take_snapshot(self, snapshot: Leases) -> None:
         self._seq = snapshot.seq
@@ -227,32 +252,64 @@ class LeaseFeed:
             self._announcements.announce(lease_id, lease)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Due:
+    """What a lease service is to be asked when, and by when it must answer."""
+
+    probe_s: float
+    renew_at: float = 0.0
+    """When to subscribe again; 0 is now."""
+    probe_at: float = 0.0
+    answer_by: float = math.inf
+
+    def questions(self, now: float, *, is_busy: bool) -> list[Hello | Subscribe]:
+        """What to ask now.
+
+        Raises:
+            FeedBrokenError: a subscription was not answered in time.
+        """
+        if now >= self.answer_by:
+            raise FeedBrokenError("it does not answer")
+        due: list[Hello | Subscribe] = []
+        if now >= self.renew_at:
+            due.append(Subscribe())
+            self.renew_at = now + SUBSCRIPTION_S / 3
+            self.answer_by = min(self.answer_by, now + REPLY_S)
+        if now >= self.probe_at:
+            self.probe_at = now + self.probe_s
+            if is_busy:
+                due.append(Hello())
+        return due
+
+    def wait_s(self, now: float) -> float:
+        """How long to listen before the next question."""
+        return min(self.renew_at, self.answer_by, self.probe_at) - now
+
+
 class Feeds:
-    """The feeds of all decode engines, and the way back to them."""
+    """The feeds of all engines that have one, and the way back to them."""
 
     def __init__(
         self,
-        addresses: Iterable[tuple[str, str]],
+        followed: Iterable[Followed],
         *,
         directory: Directory,
         clock: Callable[[], float],
         on_release: Callable[[Let], None],
         cluster_key: bytes | None = None,
     ) -> None:
-        """``addresses``: decode engines' names and lease services."""
         self.announcements = Announcements()
         self._on_release = on_release
         self._feeds = {
-            engine: LeaseFeed(
-                engine=engine,
-                address=address,
+            each.name: LeaseFeed(
+                each,
                 directory=directory,
                 announcements=self.announcements,
                 let_go=self.let_go,
                 clock=clock,
                 cluster_key=cluster_key,
             )
-            for engine, address in addresses
+            for each in followed
         }
 
     def is_live(self, engine: str) -> bool:

@@ -17,7 +17,7 @@ from kvloom.protocol import (
 from .engines import Engine
 from .identity import new_turn_id
 from .legs import leg_headers
-from .plan import Fleet, Plan, Turn
+from .plan import Plan, Turn
 from .request import TurnRequest
 from .upstream import UpstreamRequest
 
@@ -74,7 +74,6 @@ class Job:
     request: TurnRequest
     client_headers: Mapping[str, str]
     turn: Turn
-    fleet: Fleet
     plan: Plan
     arrived: float
     """On the monotonic clock."""
@@ -83,6 +82,11 @@ class Job:
     prefill: Engine | None = None
     """Who did the prefill leg, once it is done."""
     prefilled: Prefilled | None = None
+    is_abandoned: bool = False
+    """Whether its client left, so that no other engine need try."""
+    is_taken: bool = False
+    """Whether a decode engine has read the hand-over, may still read it, or has
+    declined it: nobody need release it any more."""
     engines_s: float = 0.0
     """Time spent waiting for engines, up to the first byte."""
     ttft_s: float | None = None

@@ -37,6 +37,12 @@ class Metrics:
             ("event",),
             registry=registry,
         )
+        self._strays = Counter(
+            "kvloom_stray",
+            "Hand-overs that no decode engine read, by what became of them.",
+            ("outcome",),
+            registry=registry,
+        )
         self.tokens = Counter(
             "kvloom_tokens",
             "Prompt tokens by where their KV came from.",
@@ -89,6 +95,10 @@ class Metrics:
     def handle(self, event: str) -> None:
         """Count one event of a handle or its lease."""
         self.handles.labels(event).inc()
+
+    def stray(self, outcome: str) -> None:
+        """Count one hand-over that was not read."""
+        self._strays.labels(outcome).inc()
 
     def page(self) -> bytes:
         """The text of ``GET /metrics``."""

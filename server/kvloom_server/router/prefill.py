@@ -1,11 +1,13 @@
 """The prefill leg: one engine computes the prompt, or pulls what it may.
 
 It never fails a turn: when no prefill engine can, decode computes the prompt.
+An engine that is lost meanwhile is left at once; one that was too slow rests.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from kvloom.protocol import LeaseRef
@@ -22,6 +24,7 @@ from .job import (
 from .legs import prefill_body
 from .metrics import Metrics
 from .plan import next_prefill
+from .strays import Strays
 from .upstream import BrokenError, Upstream, UpstreamError, read_all
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ class PrefillLeg:
         *,
         engines: Engines,
         upstream: Upstream,
+        strays: Strays,
         metrics: Metrics,
         timeout_s: float,
         api_key: str | None,
@@ -45,6 +49,7 @@ class PrefillLeg:
     ) -> None:
         self._engines = engines
         self._upstream = upstream
+        self._strays = strays
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._api_key = api_key
@@ -58,22 +63,25 @@ class PrefillLeg:
             EngineAnswerError: the engine refused the request as such.
         """
         name, tried = job.plan.prefill, list[str]()
-        while name is not None and len(tried) < MAX_ATTEMPTS:
+        while name and len(tried) < MAX_ATTEMPTS and not job.is_abandoned:
             engine = self._engines[name]
             job.prefilled = await self._at(engine, job)
             if job.prefilled is not None:
                 job.prefill = engine
                 return
             tried.append(name)
-            name = next_prefill(job.turn, job.fleet, tried=tried)
+            # As the engines are now, not as they were when this leg began.
+            fleet = self._engines.fleet(job.request.model)
+            name = next_prefill(job.turn, fleet, tried=tried)
 
-    def adopt(self, task: asyncio.Task[None]) -> None:
+    def adopt(self, task: asyncio.Task[None], job: Job) -> None:
         """Let a leg end although its client left: an engine that is cut off in
         the middle of a hand-over may strand blocks."""
+        job.is_abandoned = True
         if len(self._lingering) >= MAX_LINGERING:
             task.cancel()
         self._lingering.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, job=job))
 
     async def close(self) -> None:
         """Give up what still runs for clients that left."""
@@ -86,20 +94,21 @@ class PrefillLeg:
         request = job.leg(engine, body, api_key=self._api_key)
         began = self._clock()
         try:
-            with engine.busy():
-                async with asyncio.timeout(self._timeout_s):
-                    response = await self._upstream.send(request)
-                    answer = await read_all(response)
+            async with engine.leg(), asyncio.timeout(self._timeout_s):
+                response = await self._upstream.send(request)
+                answer = await read_all(response)
         except UpstreamError as error:
             self._failed(engine, job, error)
             return None
         except TimeoutError:
+            engine.was_late()
             self._failed(engine, job, BrokenError("no answer in time"))
             return None
         finally:
             seconds = self._clock() - began
             job.engines_s += seconds
             self._metrics.legs.labels("prefill").observe(seconds)
+        engine.standing.was_in_time()
         if is_engines_fault(response.status):
             log.warning("engine=%s event=prefill_%d", engine.name, response.status)
             return None
@@ -120,7 +129,10 @@ class PrefillLeg:
         self._engines.failed(engine, error)
         log.warning("engine=%s turn=%s event=prefill_failed", engine.name, job.turn_id)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None], *, job: Job) -> None:
         self._lingering.discard(task)
-        if not task.cancelled() and task.exception() is not None:
+        if task.cancelled():
+            return
+        if task.exception() is not None:
             log.info("event=abandoned_prefill_failed")
+        self._strays.release(job)

@@ -23,6 +23,7 @@ from kvloom.protocol import (
 )
 
 from .errors import BadRequestError
+from .fields import FieldRules, check_side_doors
 from .identity import short_digest
 
 Body = dict[str, msgspec.Raw]
@@ -61,18 +62,23 @@ class TurnRequest:
     affinity: bytes
 
 
-def parse_turn(api: Api, headers: Mapping[str, str], body: bytes) -> TurnRequest:
+def parse_turn(
+    api: Api, headers: Mapping[str, str], body: bytes, rules: FieldRules
+) -> TurnRequest:
     """The turn in a request.
 
     Args:
         api: the endpoint.
         headers: lower-case names.
         body: JSON, whole.
+        rules: what fields may hold.
 
     Raises:
         BadRequestError: it can't be carried out; the error names the place.
     """
     values = _object(body)
+    check_side_doors(values)
+    rules.check(values)
     model = _text(values, "model") or ""
     session = _session(headers)
     return TurnRequest(
@@ -91,7 +97,14 @@ def parse_turn(api: Api, headers: Mapping[str, str], body: bytes) -> TurnRequest
 
 def _object(body: bytes) -> Body:
     try:
+        # Values stay as they came, so that nobody else would look into them.
+        body.decode()
         return msgspec.json.decode(body, type=Body)
+    except UnicodeDecodeError as error:
+        raise BadRequestError(
+            f"The body is no UTF-8: byte {error.start} is out of place",
+            code="invalid_json",
+        ) from None
     except (msgspec.DecodeError, RecursionError) as error:
         # The error names a byte, never a value, so that no prompt leaks.
         raise BadRequestError(

@@ -3,8 +3,10 @@
 Reads like the plan it carries out; what may go wrong in a leg is the leg's.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from kvloom.protocol import ReturnMode
 
@@ -20,6 +22,7 @@ from .plan import Lease, NoEngineError, Turn, plan
 from .prefill import PrefillLeg
 from .request import TurnRequest
 from .seal import Binding, HandleMiss, Sealer
+from .strays import Strays
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class Conductor:
         directory: Directory,
         prefill: PrefillLeg,
         decode: DecodeLeg,
+        strays: Strays,
         sealer: Sealer,
         metrics: Metrics,
         mode: ReturnMode,
@@ -47,6 +51,7 @@ class Conductor:
         self._directory = directory
         self._prefill = prefill
         self._decode = decode
+        self._strays = strays
         self._sealer = sealer
         self._metrics = metrics
         self._default_mode = mode
@@ -67,13 +72,17 @@ class Conductor:
         try:
             with client.watched():
                 await client.unless_gone(
-                    self._prefill.run(job), adopt=self._prefill.adopt
+                    self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
                 )
                 outcome = await client.unless_gone(self._decode.run(job, client))
         except ClientGoneError:
             outcome = "client_gone"
             raise
+        except asyncio.CancelledError:
+            outcome = "cut_off"
+            raise
         finally:
+            self._strays.release(job)
             _log(job, outcome)
         return outcome
 
@@ -98,7 +107,6 @@ class Conductor:
             request=request,
             client_headers=headers,
             turn=turn,
-            fleet=fleet,
             plan=decided,
             arrived=arrived,
             turn_id=new_turn_id(turn.tag),
