@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 import zmq
+from cores import frozen
 
 from kvloom.protocol import (
     MESSAGES,
@@ -164,28 +166,9 @@ class Duo:
         self._start(self._slot(role))
         self._await_health(self._slot(role))
 
-    @contextlib.contextmanager
-    def frozen(self, role: Role) -> Iterator[None]:
+    def frozen(self, role: Role) -> AbstractContextManager[None]:
         """An engine's core stands still for the time of the block."""
-        pid = self._core_pid(role)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
-    def _core_pid(self, role: Role) -> int:
-        """Of the process that schedules and computes, which vLLM names."""
-        group = self._processes[self._slot(role).name].pid
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-                name = (stat.parent / "cmdline").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(fields[2]) == group and name.startswith("VLLM::EngineCor"):
-                return int(stat.parent.name)
-        raise AssertionError(f"no engine core of {role}")
+        return frozen(self._processes[self._slot(role).name].pid)
 
     # ── asking ───────────────────────────────────────────────────────────────
 

@@ -131,6 +131,11 @@ class Pair:
         for lease in self.leases():
             self.ask_service(Release(lease_id=lease.lease_id))
 
+    def group_of(self, url: str) -> int:
+        """An engine's process group."""
+        urls = [*self.running.prefill, *self.running.decode]
+        return self.running.pids[urls.index(url)]
+
     @property
     def side_port(self) -> int:
         """Where NIXL asks the decode engine what it is."""
@@ -249,11 +254,11 @@ def common_prefix_len(a: list[int], b: list[int]) -> int:
     return next((i for i in range(most) if a[i] != b[i]), most)
 
 
-def attempts(what: str) -> Iterator[None]:
-    """Tries until the body breaks out; fails after ``PATIENCE_S``."""
-    end = time.monotonic() + PATIENCE_S
+def attempts(what: str, *, limit_s: float = PATIENCE_S) -> Iterator[None]:
+    """Tries until the body breaks out; fails after the limit."""
+    end = time.monotonic() + limit_s
     while time.monotonic() < end:
         yield
         # Another process's state has no event to wait for.
         time.sleep(0.05)
-    raise AssertionError(f"waited {PATIENCE_S:.0f} s for {what}")
+    raise AssertionError(f"waited {limit_s:.0f} s for {what}")

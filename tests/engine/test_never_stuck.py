@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import openai
 import pytest
+from cores import frozen
 from impostor import Impostor
 from pair import Pair, attempts
 
@@ -119,3 +121,47 @@ def test_an_expired_lease_is_a_miss(pair: Pair) -> None:
     assert second.plan.returned_tokens == 0
     assert second.plan.plan is PlanKind.COLD
     assert second.token_ids == pair.oracle(again)
+
+
+def test_a_hung_prefill_engine_costs_a_prefill(pair: Pair) -> None:
+    """Its health page still answers, and turns go on without it."""
+    messages = [{"role": "user", "content": f"hung prefill. {LONG}"}]
+    truth = pair.oracle(messages)
+    with frozen(pair.group_of(pair.prefill)):
+        first = pair.ask(messages, "hung-prefill")
+        assert first.token_ids == truth
+        assert first.plan.reason is Reason.PREFILL_DOWN
+    for _ in attempts("prefill to be used again"):
+        if pair.ask(messages, "hung-prefill").plan.reason is not Reason.PREFILL_DOWN:
+            break
+
+
+def test_a_hung_decode_engine_is_an_error_in_a_bounded_time(pair: Pair) -> None:
+    """With nobody to take over the client is told, and may try again."""
+    messages = [{"role": "user", "content": f"hung decode. {LONG}"}]
+    with frozen(pair.group_of(pair.decode)):
+        with pytest.raises(openai.InternalServerError) as refused:
+            pair.ask(messages, "hung-decode")
+        assert refused.value.status_code == 503
+        assert refused.value.response.headers["retry-after"]
+    for _ in attempts("decode to be used again"):
+        try:
+            assert pair.ask(messages, "hung-decode").token_ids == pair.oracle(messages)
+        except openai.InternalServerError:
+            continue
+        break
+
+
+def test_a_request_that_decode_refuses_strands_nothing_on_prefill(pair: Pair) -> None:
+    """Prefill computed it for nothing, and has its blocks back at once."""
+    body = {"model": pair.model, "prompt": [500] * 800, "max_tokens": 2}
+    refused = pair.http.post(
+        f"{pair.running.base_url}/completions",
+        # Only the engine that generates looks at these.
+        json=body | {"min_tokens": 3},
+    )
+    assert refused.status_code == 400
+    for _ in attempts("prefill to hold no block", limit_s=15):
+        pair.step(pair.prefill)
+        if pair.usage(pair.prefill) == 0:
+            break
