@@ -6,7 +6,6 @@ wants any more, is released at once.
 """
 
 import queue
-import socket
 import threading
 import uuid
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from kvloom.protocol import (
 )
 
 from .peers import PeerError, Peers
+from .wake import WakePipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,7 @@ class ClaimDesk:
         self._answers: dict[str, Claimed | Refused | None] = {}
         self._outbox: queue.SimpleQueue[tuple[str, Any, bytes]] = queue.SimpleQueue()
         self._is_stopping = False
-        self._wake_in, self._wake_out = socket.socketpair()
-        for end in (self._wake_in, self._wake_out):
-            end.setblocking(False)
+        self._pipe = WakePipe()
         self._context = zmq.Context()
         self._peers = Peers(self._context, cluster_key=cluster_key)
         self._thread = threading.Thread(
@@ -94,32 +92,24 @@ class ClaimDesk:
         if self._is_stopping:
             return
         self._is_stopping = True
-        self._wake()
+        self._pipe.wake()
         self._thread.join()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._pipe.close()
 
     def _post(self, address: str, message: Any, *, tag: bytes) -> None:
         if self._is_stopping:
             return
         self._outbox.put((address, message, tag))
-        self._wake()
-
-    def _wake(self) -> None:
-        try:
-            self._wake_in.send(b"!")
-        except BlockingIOError:
-            # The pipe is full of wake-ups already.
-            return
+        self._pipe.wake()
 
     def _run(self) -> None:
         poller = self._peers.poller
-        poller.register(self._wake_out, zmq.POLLIN)
+        poller.register(self._pipe.out, zmq.POLLIN)
         try:
             while not self._is_stopping:
                 ready = dict(poller.poll())
-                if self._wake_out.fileno() in ready:
-                    self._wake_out.recv(4096)
+                if self._pipe.out.fileno() in ready:
+                    self._pipe.drain()
                     self._send_waiting()
                 for tag, message in self._peers.received():
                     self._take(tag, message)

@@ -7,7 +7,6 @@ thread.
 
 import logging
 import math
-import socket
 import threading
 import time
 import uuid
@@ -44,6 +43,7 @@ from .digest import common_rungs
 from .handovers import Handovers
 from .lease import Lease
 from .settings import MAX_CLAIM_LIFETIME_S, MAX_LEASE_TTL_S
+from .wake import WakePipe
 from .wire import decode, encode
 
 logger = logging.getLogger("vllm.kvloom")
@@ -133,9 +133,7 @@ class LeaseService:
         self._context = zmq.Context()
         self._socket = self._bind(host, port, cluster_key)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._wake_in, self._wake_out = socket.socketpair()
-        for end in (self._wake_in, self._wake_out):
-            end.setblocking(False)
+        self._pipe = WakePipe()
         self._thread = threading.Thread(
             target=self._run, name="kvloom-leases", daemon=True
         )
@@ -164,34 +162,26 @@ class LeaseService:
             yield self._book
             has_news = self._book.has_events
         if has_news and not self._is_stopping:
-            self._wake()
+            self._pipe.wake()
 
     def close(self) -> None:
         """Stop serving; peers see the socket go. A second call does nothing."""
         if self._is_stopping:
             return
         self._is_stopping = True
-        self._wake()
+        self._pipe.wake()
         self._thread.join()
-        self._wake_in.close()
-        self._wake_out.close()
-
-    def _wake(self) -> None:
-        try:
-            self._wake_in.send(b"!")
-        except BlockingIOError:
-            # The pipe is full of wake-ups already.
-            return
+        self._pipe.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_out, zmq.POLLIN)
+        poller.register(self._pipe.out, zmq.POLLIN)
         try:
             while not self._is_stopping:
                 ready = dict(poller.poll(math.ceil(1000 * self._patience())))
-                if self._wake_out.fileno() in ready:
-                    self._wake_out.recv(4096)
+                if self._pipe.out.fileno() in ready:
+                    self._pipe.drain()
                 if self._socket in ready:
                     self._serve_waiting()
                 self._publish()

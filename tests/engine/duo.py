@@ -7,9 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import httpx
 import msgspec
 import zmq
 from cores import frozen
+from waiting import PATIENCE_S, attempts
 
 from kvloom.protocol import (
     MESSAGES,
@@ -46,7 +45,6 @@ from kvloom_server.cluster.engine_args import (
 from kvloom_server.cluster.launch import detect_device, plan_slots
 
 LEASH = (sys.executable, "-m", "kvloom_server.cluster.leash")
-PATIENCE_S = 30.0
 START_LIMIT_S = 300.0
 SMALL = ("--num-gpu-blocks-override=110", "--max-model-len=3200")
 
@@ -347,22 +345,6 @@ def reserialised(message: dict[str, Any]) -> dict[str, Any]:
         for call in message["tool_calls"]
     ]
     return message | {"tool_calls": calls}
-
-
-def common_prefix_len(a: list[int], b: list[int]) -> int:
-    """Tokens that two sequences share from their start."""
-    most = min(len(a), len(b))
-    return next((i for i in range(most) if a[i] != b[i]), most)
-
-
-def attempts(what: str, *, limit_s: float = PATIENCE_S) -> Iterator[None]:
-    """Tries until the body leaves the loop; fails after the limit."""
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        yield
-        # Another process's state has no event to wait for.
-        time.sleep(0.05)
-    raise AssertionError(f"waited {limit_s:.0f} s for {what}")
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

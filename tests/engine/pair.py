@@ -1,8 +1,6 @@
 """A real pair under test: asked as a user asks, looked at as an operator does."""
 
-import time
 import uuid
-from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +10,7 @@ import msgspec
 import openai
 import zmq
 from shelf import Running
+from waiting import PATIENCE_S, attempts
 
 from kvloom.protocol import (
     MESSAGES,
@@ -25,8 +24,6 @@ from kvloom.protocol import (
     PlanReport,
     Release,
 )
-
-PATIENCE_S = 30.0
 
 Messages = list[dict[str, Any]]
 
@@ -246,19 +243,3 @@ def _plan(header: str) -> PlanReport:
     report = PlanReport.decode_header(header)
     assert report is not None, f"no plan in {header!r}"
     return report
-
-
-def common_prefix_len(a: list[int], b: list[int]) -> int:
-    """Tokens that two sequences share from their start."""
-    most = min(len(a), len(b))
-    return next((i for i in range(most) if a[i] != b[i]), most)
-
-
-def attempts(what: str, *, limit_s: float = PATIENCE_S) -> Iterator[None]:
-    """Tries until the body breaks out; fails after the limit."""
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        yield
-        # Another process's state has no event to wait for.
-        time.sleep(0.05)
-    raise AssertionError(f"waited {limit_s:.0f} s for {what}")

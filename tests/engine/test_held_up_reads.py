@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from duo import PATIENCE_S, SMALL, Duo, attempts
+from duo import SMALL, Duo
 from shelf import Shelf
+from waiting import PATIENCE_S, attempts
 
 from kvloom.protocol import LeaseState, Reason
 from kvloom_server.cluster.engine_args import Role

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from duo import Duo, Turn, attempts, common_prefix_len, reserialised
+from duo import Duo, Turn, reserialised
 from shelf import Shelf
+from waiting import attempts, common_prefix_len
 
 from kvloom.protocol import PrefillOutcome, Renew
 from kvloom_server.cluster.engine_args import CPU_RECOMPUTE_THRESHOLD, Role

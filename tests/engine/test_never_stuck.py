@@ -9,7 +9,8 @@ import openai
 import pytest
 from cores import frozen
 from impostor import Impostor
-from pair import Pair, attempts
+from pair import Pair
+from waiting import attempts
 
 from kvloom.protocol import LeaseRef, PlanKind, Reason, prefill_params
 

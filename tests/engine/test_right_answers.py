@@ -4,7 +4,8 @@ from typing import Any
 
 import httpx
 import pytest
-from pair import Messages, Pair, common_prefix_len
+from pair import Messages, Pair
+from waiting import common_prefix_len
 
 from kvloom.protocol import PlanKind, Reason, decode_params, prefill_params
 

@@ -229,7 +229,7 @@ def _free_port() -> int:
 
 
 def _await_end(pid: int) -> None:
-    from pair import attempts
+    from waiting import attempts
 
     for _ in attempts(f"process {pid} to end"):
         try:
