@@ -17,6 +17,7 @@ from waiting import PATIENCE_S, attempts
 from kvloom.protocol import LeaseState, Reason
 from kvloom_server.cluster.engine_args import Role
 
+MOST_ROUNDS = 15
 SHORT_S = 2
 """How long the engines of these tests keep what they promised."""
 
@@ -47,7 +48,9 @@ def test_a_return_that_outlives_its_claim_is_computed(duo: Duo) -> None:
     again = [*letter(1), first.message, {"role": "user", "content": "And at night?"}]
     truth = duo.oracle(again)
     reasons: list[str | None] = []
-    for _ in range(5):
+    # Where in its few milliseconds a return is caught differs from round to
+    # round; the answer is right in each, and one must have hit the read.
+    while Reason.READ_FAILED not in reasons and len(reasons) < MOST_ROUNDS:
         duo.forget()
         with ThreadPoolExecutor(1) as pool:
             lease = duo.ref(first.lease_id)
