@@ -228,6 +228,16 @@ def test_free_ports_can_be_bound():
     assert free_ports(0) == []
 
 
+def test_free_ports_stay_free_while_others_connect():
+    """They are no ports that the kernel gives to connections meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ephemeral = server.getsockname()[1]
+        for _ in range(50):
+            with socket.create_connection(server.getsockname()) as client:
+                assert client.getsockname()[1] not in free_ports(6)
+    assert max(free_ports(100)) < ephemeral
+
+
 def test_a_slot_says_where_it_is():
     """The router finds an engine's HTTP side and its leases on loopback."""
     assert DECODE.url == "http://127.0.0.1:8002"

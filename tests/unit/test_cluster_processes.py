@@ -240,3 +240,14 @@ def test_a_command_that_is_none_ends_and_says_so(log):
 def test_the_grace_is_long_enough_for_an_engine():
     """vLLM needs seconds to free its memory and sockets."""
     assert processes.STOP_GRACE_S >= 10
+
+
+def test_the_first_error_of_a_log_is_shown_before_its_end(log):
+    """What follows from it fills the last lines: the cause must not be lost."""
+    cause = "(EngineCore pid=7) ERROR 11-29 [core.py:1510] ZMQError: in use"
+    warning = "WARNING this can cause fd limit errors like `OSError: [Errno 24]`"
+    rest = [f"  at line {number}" for number in range(100)]
+    log.write_text("\n".join([warning, cause, *rest, "RuntimeError: it failed"]))
+    shown = EngineProcess("e0", log, process=None).log_tail().splitlines()
+    assert shown[0] == cause
+    assert shown[-1] == "RuntimeError: it failed"

@@ -1,7 +1,14 @@
 """Free ports on loopback."""
 
+import random
 import socket
-from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+FIRST_PORT: Final = 20_000
+"""Below are the ports of well-known services."""
+
+_EPHEMERAL: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 class PortTakenError(OSError):
@@ -26,15 +33,34 @@ def check_free(port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` different TCP ports that are free now.
+    """``count`` different TCP ports that are free now, and likely to stay so.
 
-    Between this call and their use another process may take one; its owner
-    then fails at start with a message of its own.
+    An engine binds its ports many seconds later. Until then the kernel hands
+    ports of its ephemeral range to every connection on the machine, so these
+    are from below it.
+
+    Raises:
+        PortTakenError: there are not so many.
     """
-    with ExitStack() as open_sockets:
-        ports = []
-        for _ in range(count):
-            sock = open_sockets.enter_context(socket.socket())
-            sock.bind(("127.0.0.1", 0))
-            ports.append(sock.getsockname()[1])
-        return ports
+    ports: list[int] = []
+    below = range(FIRST_PORT, _first_ephemeral_port())
+    for port in random.sample(below, len(below)):
+        if len(ports) == count:
+            return ports
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        ports.append(port)
+    raise PortTakenError(f"no {count} free ports from {below.start} to {below.stop}")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        # Not Linux: the start of the range that IANA gives (RFC 6335).
+        return 49152
+    # Somebody who moved the range down gets its upper part all the same.
+    return first if first > FIRST_PORT + 1000 else 65536

@@ -11,6 +11,8 @@ from pathlib import Path
 STOP_GRACE_S = 20.0
 _LOG_TAIL_LINES = 30
 # What libraries print at the end of any process, after what ended it.
+# The last line of a traceback, with or without vLLM's prefix.
+_CAUSE = re.compile(r"(?:^|\] )[\w.]+(?:Error|Exception): ")
 _NOISE = re.compile(
     r"nanobind: |nanobind\.readthedocs|resource_tracker"
     r"|- leaked \w+ |- \.\.\. skipped remainder"
@@ -98,7 +100,12 @@ class EngineProcess:
             return
 
     def log_tail(self) -> str:
-        """The last lines that the engine printed, but for libraries' leak reports."""
+        """The last lines that the engine printed, but for libraries' leak reports.
+
+        Before them the first error in the log, which is the cause of the rest.
+        """
         lines = self.log.read_text(errors="replace").splitlines()
         telling = [line for line in lines if not _NOISE.search(line)]
-        return "\n".join(telling[-_LOG_TAIL_LINES:])
+        tail = telling[-_LOG_TAIL_LINES:]
+        cause = next((line for line in telling if _CAUSE.search(line)), None)
+        return "\n".join(tail if cause is None or cause in tail else [cause, *tail])
