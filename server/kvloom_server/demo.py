@@ -35,7 +35,7 @@ async def run_demo(
         # prefill lose its cache.
         has_dev_endpoints=True,
         log_dir=log_dir,
-        engine_args=("--dtype=float32", *engine_args),
+        engine_args=engine_args,
     )
     console = Console(stderr=True)
     async with local_cluster(settings, console=console) as running:

@@ -131,7 +131,12 @@ class Duo:
         with (self._folder / f"{slot.name}.log").open("ab") as log:
             self._processes[slot.name] = subprocess.Popen(
                 [*LEASH, str(os.getpid()), *engine_command(slot, self._recipe)],
-                env={**os.environ, **engine_environment(slot, self._recipe)},
+                env={
+                    **os.environ,
+                    **engine_environment(slot, self._recipe),
+                    "TMPDIR": str(self._folder),
+                    "VLLM_RPC_BASE_PATH": str(self._folder),
+                },
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

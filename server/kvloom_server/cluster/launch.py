@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import os
+import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,10 @@ class Cluster:
         self._start_timeout_s = start_timeout_s
         self._on_up = on_up
         self.processes: list[EngineProcess] = []
+        # A short name: paths of sockets have 107 characters at the most.
+        self._scratch = tempfile.TemporaryDirectory(
+            prefix="kvloom-", ignore_cleanup_errors=True
+        )
         self._lost: list[EngineProcess] = []
         self._num_up = 0
 
@@ -142,12 +147,15 @@ class Cluster:
             raise
 
     async def _start(self) -> None:
+        # Engines leave sockets behind in the folder for temporary files.
+        scratch = Path(self._scratch.name)
+        own = {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
         for slot in self.slots:
             self.processes.append(
                 await EngineProcess.start(
                     slot.name,
                     engine_command(slot, self._recipe),
-                    engine_environment(slot, self._recipe),
+                    engine_environment(slot, self._recipe) | own,
                     self._log_dir / f"{slot.name}.log",
                 )
             )
@@ -221,6 +229,7 @@ class Cluster:
     async def stop(self) -> None:
         """End every engine; nothing of them is left."""
         await asyncio.gather(*(process.stop() for process in self.processes))
+        self._scratch.cleanup()
 
 
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
