@@ -65,7 +65,9 @@ class Shelf:
         command = [sys.executable, "-m", "kvloom_server", "up", "--port=0"]
         command += [f"--ready-file={ready}", f"--log-dir={here / 'logs'}", *flags]
         with (here / "up.log").open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+            # What a killed cluster leaves behind goes with the tests' folder.
+            env = os.environ | {"TMPDIR": str(self.folder)}
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         self._flags = flags
         self._running = Running(**self._await(ready, here / "up.log"))
 
