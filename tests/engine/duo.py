@@ -232,9 +232,10 @@ class Duo:
         messages: list[dict[str, Any]],
         *,
         params: dict[str, Any] | None = None,
+        limit_s: float = 120,
         **body: Any,
     ) -> dict[str, Any]:
-        """One request to one engine."""
+        """One request to one engine; its client leaves after ``limit_s``."""
         full = {
             "model": "small",
             "messages": messages,
@@ -245,7 +246,7 @@ class Duo:
             **body,
         }
         url = f"{self._slot(role).url}/v1/chat/completions"
-        answer = self._http.post(url, json=full)
+        answer = self._http.post(url, json=full, timeout=limit_s)
         assert answer.status_code == 200, answer.text
         loaded: dict[str, Any] = answer.json()
         return loaded
