@@ -10,6 +10,7 @@ from typing import Any
 
 from kvloom.protocol import expected_return_of
 
+from .announcements import Announcements
 from .book import LeaseBook
 from .digest import ladder
 from .handovers import Handovers
@@ -37,6 +38,7 @@ class LeaseDesk:
         identity: of this engine.
         settings: ours.
         handovers: of this engine, where it prefills too.
+        announcements: likewise.
         clock: unix time, seconds; by default one that never jumps.
 
     Raises:
@@ -50,6 +52,7 @@ class LeaseDesk:
         *,
         settings: ConnectorSettings,
         handovers: Handovers,
+        announcements: Announcements,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._clock = clock or steady_unix_clock()
@@ -61,6 +64,7 @@ class LeaseDesk:
             identity,
             settings=settings,
             handovers=handovers,
+            announcements=announcements,
             max_blocks=max_blocks,
             clock=self._clock,
         )
@@ -158,6 +162,7 @@ def open_service(
     *,
     settings: ConnectorSettings,
     handovers: Handovers,
+    announcements: Announcements,
     max_blocks: int = 0,
     clock: Callable[[], float] = time.time,
 ) -> LeaseService:
@@ -174,6 +179,7 @@ def open_service(
         ttl_s=settings.decoder_kv_blocks_ttl,
         cluster_key=settings.cluster_key(),
         handovers=handovers,
+        announcements=announcements,
         clock=clock,
     )
 

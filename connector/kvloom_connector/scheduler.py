@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvloom.protocol import (
+    ENGINE_KEY,
+    announce_as_of,
+    awaited_of,
     confirm_at_of,
     handover,
     lease_of,
@@ -13,10 +16,13 @@ from kvloom.protocol import (
     turn_of,
 )
 
+from .announcements import Announcements
+from .awaits import AwaitDesk, StillComputingError
 from .claims import ClaimDesk
 from .digest import ladder
 from .handovers import Handovers
 from .leasing import LeaseDesk, open_service
+from .mail import PeerMail
 from .proofs import ReadProof
 from .returns import Prompt, Pull, ReturnDesk, StillAskingError
 from .service import EngineIdentity, LeaseService
@@ -25,6 +31,10 @@ from .stats import LeaseStats, expired_sends
 from .vllm_hooks import NixlPullConnectorScheduler, extra_digests, prompt_mark
 
 logger = logging.getLogger("vllm.kvloom")
+
+IDLE_NAP_S = 0.001
+"""How long an engine with nothing to compute waits for an answer at a time: long
+enough not to spin, too short to be felt."""
 
 READ_MARK = "kvloom-read"
 """Begins the name under which prefill reports a read to decode's worker."""
@@ -65,12 +75,12 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         self._leases: LeaseDesk | None = None
         self._service: LeaseService | None = None
         self._handovers = Handovers()
+        self._announcements = Announcements()
         self._reads: dict[str, ReadProof] = {}
-        self._claims = ClaimDesk(
-            lifetime_s=settings.claim_lifetime_s, cluster_key=settings.cluster_key()
-        )
+        self._mail = PeerMail(cluster_key=settings.cluster_key())
+        self._awaits = AwaitDesk(self._mail)
         self._returns = ReturnDesk(
-            self._claims,
+            ClaimDesk(self._mail, lifetime_s=settings.claim_lifetime_s),
             block_size=self.block_size,
             threshold=settings.kv_recompute_threshold,
             claim_timeout_s=settings.claim_timeout_s,
@@ -92,28 +102,47 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         )
         if self._is_decode and self._settings.bidirectional_kv_xfer:
             self._leases = LeaseDesk(
-                manager, identity, settings=self._settings, handovers=self._handovers
+                manager,
+                identity,
+                settings=self._settings,
+                handovers=self._handovers,
+                announcements=self._announcements,
             )
         else:
             self._service = open_service(
-                identity, settings=self._settings, handovers=self._handovers
+                identity,
+                settings=self._settings,
+                handovers=self._handovers,
+                announcements=self._announcements,
             )
 
-    # ── prefill: a turn arrives ──────────────────────────────────────────────
+    # ── a turn arrives ───────────────────────────────────────────────────────
 
     def on_new_request(self, request: Any) -> None:
-        """Drop what could make stock code read blocks that nobody verified."""
+        """Drop what could make stock code read blocks that nobody verified, and
+        begin to wait for what is still being computed."""
         params = request.kv_transfer_params or {}
         if params.get("do_remote_decode"):
             for key in _REMOTE_KEYS:
                 params.pop(key, None)
+            name = announce_as_of(params)
+            if name is not None:
+                self._announcements.expect(name)
+        awaited = awaited_of(params)
+        if awaited is not None and not params.get("do_remote_decode"):
+            params.pop("do_remote_prefill", None)
+            self._awaits.begin(request.request_id, awaited, now=time.monotonic())
+        self._accept_handover(request, params)
+        super().on_new_request(request)
+
+    def _accept_handover(self, request: Any, params: dict[str, Any]) -> None:
+        """Of another prompt than this one nothing is read."""
         if params.get("do_remote_prefill") and not self._is_same_prompt(request):
             logger.warning(
                 "prefill and decode made different prompts of one request, so decode "
                 "computes its own: do their flags for tools and templates differ?"
             )
             self._decline_handover(request, params)
-        super().on_new_request(request)
 
     def _is_same_prompt(self, request: Any) -> bool:
         """Whether prefill computed this prompt; stock prefill does not say."""
@@ -132,6 +161,8 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """Tokens that can be loaded from elsewhere; ``None``: ask again."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode"):
+            if self._is_awaiting(request, params):
+                return None, False
             return self._handed_over(request, num_computed_tokens)
         self._num_local[request.request_id] = num_computed_tokens
         try:
@@ -142,6 +173,23 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             return 0, False
         params.update(_read_params(pull, self.block_size))
         return pull.num_tokens - num_computed_tokens, True
+
+    def _is_awaiting(self, request: Any, params: dict[str, Any]) -> bool:
+        """On decode: whether prefill still computes the prompt. What it answers
+        is taken as if it had come with the request."""
+        if not self._awaits.waits(request.request_id):
+            return False
+        try:
+            announced = self._awaits.look(request.request_id, now=time.monotonic())
+        except StillComputingError:
+            return True
+        if announced is not None:
+            theirs = announced.pop(ENGINE_KEY, None)
+            params.update(announced)
+            params[ENGINE_KEY] = {**(theirs or {}), **params[ENGINE_KEY]}
+            self._accept_handover(request, params)
+            super().on_new_request(request)
+        return False
 
     def _handed_over(
         self, request: Any, num_computed_tokens: int
@@ -232,6 +280,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             return False, None
         if params.get("do_remote_decode"):
             return self._finish_prefill(request, block_ids)
+        self._awaits.forget(request.request_id)
         if params.get("do_remote_prefill"):
             # Aborted before it was scheduled: stock code frees prefill's blocks.
             super().request_finished(request, block_ids)
@@ -245,6 +294,15 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         return False, None
 
     def _finish_prefill(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        delay_free, params = self._hand_over(request, block_ids)
+        name = announce_as_of(request.kv_transfer_params)
+        if name is not None:
+            self._announcements.tell(name, params if delay_free else None)
+        return delay_free, params
+
+    def _hand_over(
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         delay_free, params = super().request_finished(request, block_ids)
@@ -280,6 +338,8 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         meta = super().build_connector_meta(scheduler_output)
         # Rides along to the worker, which asks when the reads are over.
         meta.kvloom_reads, self._reads = self._reads, {}
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._mail.wait_for_news(IDLE_NAP_S)
         return meta
 
     def take_stats(self) -> LeaseStats:
@@ -295,7 +355,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             self._leases.close()
         if self._service is not None:
             self._service.close()
-        self._claims.close()
+        self._mail.close()
         super().shutdown()
 
 

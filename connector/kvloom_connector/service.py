@@ -22,6 +22,7 @@ from kvloom.protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     SUBSCRIPTION_S,
+    Await,
     Claim,
     Claimed,
     Confirm,
@@ -37,6 +38,7 @@ from kvloom.protocol import (
     Welcome,
 )
 
+from .announcements import Announcements
 from .book import LeaseBook
 from .curve import secure_service
 from .digest import common_rungs
@@ -103,6 +105,7 @@ class LeaseService:
         cluster_key: who does not know it is not let in; ``None``: everybody is.
         ttl_s: what a renewal that names no time gets, seconds.
         handovers: of a prefill engine, which confirms their reads.
+        announcements: of a prefill engine, which others wait for.
         clock: unix time, seconds.
 
     Raises:
@@ -118,9 +121,13 @@ class LeaseService:
         port: int,
         ttl_s: float = DEFAULT_TTL_S,
         handovers: Handovers | None = None,
+        announcements: Announcements | None = None,
         cluster_key: bytes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._announcements = (
+            Announcements() if announcements is None else announcements
+        )
         self._ttl_s = ttl_s
         self._handovers = Handovers() if handovers is None else handovers
         self._book = book
@@ -134,6 +141,7 @@ class LeaseService:
         self._socket = self._bind(host, port, cluster_key)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._pipe = WakePipe()
+        self._announcements.on_news = self._wake
         self._thread = threading.Thread(
             target=self._run, name="kvloom-leases", daemon=True
         )
@@ -161,7 +169,11 @@ class LeaseService:
         with self._lock:
             yield self._book
             has_news = self._book.has_events
-        if has_news and not self._is_stopping:
+        if has_news:
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_stopping:
             self._pipe.wake()
 
     def close(self) -> None:
@@ -184,6 +196,7 @@ class LeaseService:
                     self._pipe.drain()
                 if self._socket in ready:
                     self._serve_waiting()
+                self._announce()
                 self._publish()
         finally:
             # Peers must not wait for a thread that is gone.
@@ -211,7 +224,10 @@ class LeaseService:
         now = self._clock()
         with self._lock:
             self._book.expire(now=now)
-            reply = self._answer(message, now=now)
+            if isinstance(message, Await):
+                reply: Any = self._announcements.ask(message.name, (peer, tag))
+            else:
+                reply = self._answer(message, now=now)
             events = self._book.take_events()
         # Before the reply: a snapshot includes these events, and a reader that
         # has it would take them for old.
@@ -289,6 +305,11 @@ class LeaseService:
             seq=self._book.seq,
             leases=self._book.records(),
         )
+
+    def _announce(self) -> None:
+        """Tell those who wait for a prompt that it is done."""
+        for (peer, tag), answer in self._announcements.take():
+            self._socket.send_multipart([peer, *_tagged(answer, tag)])
 
     def _publish(self) -> None:
         now = self._clock()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvloom.protocol import (
     Leases,
     ListLeases,
     PrefillOutcome,
+    PromptRef,
     Release,
     decode_params,
     outcome_of,
@@ -195,6 +197,15 @@ class Duo:
             params=decode_params(handed, turn_id=turn_id),
             **body,
         )
+        return self._turn(turn_id, prompt, handed, answer)
+
+    def _turn(
+        self,
+        turn_id: str,
+        prompt: list[int],
+        handed: dict[str, Any],
+        answer: dict[str, Any],
+    ) -> Turn:
         outcome = outcome_of(handed)
         assert outcome is not None
         choice = answer["choices"][0]
@@ -210,11 +221,28 @@ class Duo:
             outcome=outcome,
         )
 
+    def prompt_ref(self, name: str) -> PromptRef:
+        """Where decode asks for a prompt that prefill is computing."""
+        return PromptRef(name=name, address=self._prefill.lease_address)
+
+    def turn_at_once(
+        self, messages: list[dict[str, Any]], *, lease: LeaseRef | None = None
+    ) -> Turn:
+        """One turn whose legs go out side by side: prefill tells decode."""
+        name = uuid.uuid4().hex
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(self.prefill, messages, lease=lease, announce_as=name)
+            params = decode_params(None, turn_id=name, awaited=self.prompt_ref(name))
+            answer = self.ask(Role.DECODE, messages, params=params)
+            prompt, handed = pending.result()
+        return self._turn(name, prompt, handed, answer)
+
     def prefill(
         self,
         messages: list[dict[str, Any]],
         *,
         lease: LeaseRef | None = None,
+        announce_as: str | None = None,
         **body: Any,
     ) -> tuple[list[int], dict[str, Any]]:
         """The prompt's token ids, and what prefill hands over."""
@@ -222,7 +250,11 @@ class Duo:
         if "tool_choice" in one:
             one["tool_choice"] = "none"
         answer = self.ask(
-            Role.PREFILL, messages, params=prefill_params(lease), max_tokens=1, **one
+            Role.PREFILL,
+            messages,
+            params=prefill_params(lease, announce_as=announce_as),
+            max_tokens=1,
+            **one,
         )
         return answer["prompt_token_ids"], answer["kv_transfer_params"]
 

@@ -19,6 +19,7 @@ from kvloom.protocol import (
 from kvloom_connector.book import LeaseBook
 from kvloom_connector.claims import ClaimDesk
 from kvloom_connector.curve import secure_peer
+from kvloom_connector.mail import PeerMail
 from kvloom_connector.service import EngineIdentity, LeaseService
 from kvloom_connector.settings import ConnectorSettings, SettingsError
 from kvloom_connector.wire import decode, encode
@@ -83,13 +84,14 @@ def test_who_does_not_know_it_hears_nothing(service, key):
 
 def test_a_prefill_engine_claims_with_the_key(service):
     """The claim is answered: here, that there is no such lease."""
-    desk = ClaimDesk(lifetime_s=60.0, cluster_key=KEY)
+    mail = PeerMail(cluster_key=KEY)
+    desk = ClaimDesk(mail, lifetime_s=60.0)
     try:
         ref = LeaseRef(lease_id="none", address=service.address)
         ticket = desk.ask(ref, b"")
         assert isinstance(answered(desk, ticket), Refused)
     finally:
-        desk.close()
+        mail.close()
 
 
 def answered(desk, ticket):

@@ -27,6 +27,7 @@ from kvloom_connector.book import LeaseBook
 from kvloom_connector.claims import ClaimDesk
 from kvloom_connector.digest import ladder
 from kvloom_connector.lease import Lease
+from kvloom_connector.mail import PeerMail
 from kvloom_connector.peers import MAX_PEERS
 from kvloom_connector.returns import Prompt, ReturnDesk, StillAskingError
 from kvloom_connector.service import EngineIdentity, LeaseService, prove
@@ -78,13 +79,14 @@ def decoding(*names, port=0):
 @contextmanager
 def prefilling():
     """A prefill engine's desks; its claims' clock is the tests'."""
-    claims = ClaimDesk(lifetime_s=60.0)
+    mail = PeerMail()
+    claims = ClaimDesk(mail, lifetime_s=60.0)
     returns = ReturnDesk(claims, block_size=4, threshold=1, claim_timeout_s=TIMEOUT_S)
     try:
         yield returns
         assert len(returns) == 0
     finally:
-        claims.close()
+        mail.close()
 
 
 @contextmanager
@@ -322,12 +324,13 @@ def test_closing_leaves_no_thread_and_no_file():
         port = int(decode_engine.address.rsplit(":", 1)[1])
         with pytest.raises(zmq.ZMQError, match="in use"), decoding(port=port):
             pytest.fail("two services on one port")
-        claims = ClaimDesk(lifetime_s=60.0)
-        assert threads() == [*before[0], "kvloom-claims", "kvloom-leases"]
+        mail = PeerMail()
+        claims = ClaimDesk(mail, lifetime_s=60.0)
+        assert threads() == [*before[0], "kvloom-leases", "kvloom-mail"]
         for address in (decode_engine.address, dead_address(), "nowhere"):
             claims.ask(LeaseRef(lease_id="turn", address=address), b"")
-        claims.close()
-        claims.close()
+        mail.close()
+        mail.close()
         late = claims.ask(ref(decode_engine), b"")
         assert claims.answer(late) is None
         claims.close_ticket(late)

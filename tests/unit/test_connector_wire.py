@@ -1,7 +1,7 @@
 """Frames to messages and back: every message, and every kind of garbage."""
 
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -21,6 +21,8 @@ BY_TYPE = {
     float | None: st.none() | st.floats(allow_nan=False),
     LeaseState: st.sampled_from(LeaseState),
     list[int]: st.lists(INTS),
+    bool: st.booleans(),
+    dict[str, Any]: st.dictionaries(st.text(), INTS | st.text() | st.none()),
     list[list[int]]: st.lists(st.lists(INTS)),
 }
 

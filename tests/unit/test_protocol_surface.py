@@ -86,6 +86,8 @@ def test_version_one_is_what_it_is():
         "declined",
     ]
     assert sorted(MESSAGES) == [
+        b"announced",
+        b"await",
         b"claim",
         b"claimed",
         b"confirm",
@@ -94,6 +96,7 @@ def test_version_one_is_what_it_is():
         b"hello",
         b"leases",
         b"list",
+        b"pending",
         b"refused",
         b"release",
         b"renew",

@@ -35,6 +35,28 @@ class LeaseRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRef:
+    """A prompt that a prefill engine is computing: what decode waits for."""
+
+    name: str
+    """The one that the prefill leg was sent with."""
+    address: str
+    """The prefill engine's lease service, ``tcp://host:port``."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "address": self.address}
+
+    @classmethod
+    def of_json(cls, value: object) -> "PromptRef | None":
+        """The reference in decoded JSON, or ``None`` when it is malformed."""
+        match value:
+            case {"name": str(name), "address": str(address)}:
+                return cls(name=name, address=address)
+            case _:
+                return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOutcome:
     """What prefill did with one prompt, counted by its scheduler in tokens."""
 
@@ -65,11 +87,23 @@ class PrefillOutcome:
                 return None
 
 
-def prefill_params(lease: LeaseRef | None) -> dict[str, Any]:
-    """``kv_transfer_params`` of a prefill leg; ``lease`` is what to pull."""
+def prefill_params(
+    lease: LeaseRef | None, *, announce_as: str | None = None
+) -> dict[str, Any]:
+    """``kv_transfer_params`` of a prefill leg.
+
+    Args:
+        lease: what to pull.
+        announce_as: the name under which a decode engine waits for the prompt.
+    """
     params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    ours: dict[str, Any] = {}
     if lease is not None:
-        params[ENGINE_KEY] = {"lease": lease.as_json()}
+        ours["lease"] = lease.as_json()
+    if announce_as is not None:
+        ours["announce_as"] = announce_as
+    if ours:
+        params[ENGINE_KEY] = ours
     return params
 
 
@@ -78,6 +112,7 @@ def decode_params(
     *,
     turn_id: str | None,
     expected_return_s: float | None = None,
+    awaited: PromptRef | None = None,
 ) -> dict[str, Any] | None:
     """``kv_transfer_params`` of a decode leg.
 
@@ -88,6 +123,8 @@ def decode_params(
             asks for none.
         expected_return_s: how long after this turn's end the next one is
             expected, seconds; ``None``: nobody knows.
+        awaited: a prompt that prefill has not answered yet; decode then waits
+            for it itself, in place of ``prefilled``.
     """
     params = {k: v for k, v in (prefilled or {}).items() if k != ENGINE_KEY}
     mark = prompt_mark_of(prefilled or {})
@@ -96,6 +133,7 @@ def decode_params(
         "expected_return_s": expected_return_s,
         "prompt_mark": mark,
         "confirm_at": confirm_at_of(prefilled or {}),
+        "awaited": None if awaited is None else awaited.as_json(),
     }
     ours = {name: value for name, value in ours.items() if value is not None}
     if ours:
@@ -128,6 +166,17 @@ def lease_of(params: Mapping[str, Any]) -> LeaseRef | None:
     """The lease that a prefill leg is to pull."""
     ours = params.get(ENGINE_KEY)
     return LeaseRef.of_json(ours.get("lease")) if isinstance(ours, Mapping) else None
+
+
+def announce_as_of(params: Mapping[str, Any]) -> str | None:
+    """The name under which a decode engine waits for this prompt."""
+    return _text_of(params, "announce_as")
+
+
+def awaited_of(params: Mapping[str, Any]) -> PromptRef | None:
+    """The prompt that a decode leg waits for."""
+    ours = params.get(ENGINE_KEY)
+    return PromptRef.of_json(ours.get("awaited")) if isinstance(ours, Mapping) else None
 
 
 def turn_of(params: Mapping[str, Any]) -> str | None:

@@ -127,6 +127,35 @@ class Confirm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Await:
+    """A decode engine waits for a prompt: is its KV ready?
+
+    The reply is ``Announced``, ``Refused``, or ``Pending``; after ``Pending``
+    one of the others follows under the same tag as soon as it is known.
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """The awaited prompt is not done."""
+
+    name: str
+    is_known: bool
+    """Whether it has arrived at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """The awaited prompt's KV is ready."""
+
+    name: str
+    params: dict[str, Any]
+    """What prefill answers the router, too: all that decode needs to read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
     """Keep the lease ``ttl_s`` from now: a tool runs longer than expected, or a
     provisional lease's turn turned out to have ended well."""
@@ -211,6 +240,9 @@ MESSAGES: Final[dict[bytes, type[Any]]] = {
     b"release": Release,
     b"renew": Renew,
     b"confirm": Confirm,
+    b"await": Await,
+    b"pending": Pending,
+    b"announced": Announced,
     b"done": Done,
     b"refused": Refused,
     b"list": ListLeases,
