@@ -3,6 +3,7 @@
 Called in the scheduler's thread, which alone touches the block pool.
 """
 
+import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from .vllm_hooks import (
     may_have_stopped,
     num_valid_tokens,
 )
+
+logger = logging.getLogger("vllm.kvloom")
 
 PROVISIONAL_S = 5.0
 """How long a lease waits for somebody to say that its turn ended well."""
@@ -171,6 +174,12 @@ def open_service(
     Raises:
         zmq.ZMQError: its address can't be bound.
     """
+    if settings.lets_in_everybody:
+        logger.warning(
+            "the lease service listens on %s and lets in everybody: set "
+            "cluster_key_file, or keep that network to your own engines",
+            settings.lease_host,
+        )
     return LeaseService(
         LeaseBook(max_blocks=max_blocks),
         identity,

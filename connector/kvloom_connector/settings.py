@@ -6,6 +6,7 @@ Names are upstream's where upstream has the setting.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,6 +102,16 @@ class ConnectorSettings:
         except (OSError, ClusterKeyError) as error:
             raise SettingsError(f"cluster_key_file: {error}") from error
         return key
+
+    @property
+    def lets_in_everybody(self) -> bool:
+        """Whether other machines reach the lease service without a key."""
+        if self.cluster_key_file or self.lease_host == "localhost":
+            return False
+        try:
+            return not ip_address(self.lease_host).is_loopback
+        except ValueError:
+            return True
 
     def _check(self) -> None:
         for name, is_ok, rule in self._rules():

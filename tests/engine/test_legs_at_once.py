@@ -92,8 +92,8 @@ def test_decode_does_not_wait_for_a_prompt_that_prefill_never_gets(duo: Duo) -> 
 def test_a_client_that_leaves_while_decode_waits_leaves_nothing(duo: Duo) -> None:
     """The prompt is computed for nobody, and given up in prefill's own time."""
     messages, name = letter(3), uuid.uuid4().hex
+    params = waiting(duo, name)
     with pytest.raises(httpx.TimeoutException):
-        params = waiting(duo, name)
         duo.ask(Role.DECODE, messages, params=params, limit_s=1)
     prompt, handed = duo.prefill(messages, announce_as=name)
     # As a router does with a hand-over that nobody reads.
@@ -142,9 +142,7 @@ def test_a_prefill_engine_that_dies_is_not_waited_for(duo: Duo) -> None:
     truth = duo.oracle(messages)
     with ThreadPoolExecutor(2) as pool, duo.frozen(Role.PREFILL):
         lost = pool.submit(duo.prefill, messages, announce_as=name)
-        pending = pool.submit(
-            duo.ask, Role.DECODE, messages, params=waiting(duo, name)
-        )
+        pending = pool.submit(duo.ask, Role.DECODE, messages, params=waiting(duo, name))
         decode_waits(duo)
         duo.kill(Role.PREFILL)
         answer = pending.result()

@@ -145,3 +145,21 @@ def test_any_json_object_is_taken_or_refused_with_a_sentence(extra):
         assert any(key in said for key in extra)
     else:
         assert settings.claim_lifetime_s > 2 * settings.claim_timeout_s > 0
+
+
+@pytest.mark.parametrize(
+    ("host", "key_file", "is_open"),
+    [
+        ("127.0.0.1", "", False),
+        ("::1", "", False),
+        ("localhost", "", False),
+        ("0.0.0.0", "", True),
+        ("10.0.0.7", "", True),
+        ("a-host", "", True),
+        ("0.0.0.0", "/a/key", False),
+    ],
+)
+def test_an_engine_knows_that_it_lets_in_everybody(host, key_file, is_open):
+    """It then says so when it starts."""
+    settings = ConnectorSettings(lease_host=host, cluster_key_file=key_file)
+    assert settings.lets_in_everybody == is_open

@@ -10,6 +10,9 @@ from kvloom.protocol import (
     ENGINE_KEY,
     LeaseRef,
     PrefillOutcome,
+    PromptRef,
+    announce_as_of,
+    awaited_of,
     decode_params,
     lease_of,
     outcome_of,
@@ -145,3 +148,27 @@ def test_a_turn_without_a_name_asks_for_nothing(turn_id):
 def test_a_malformed_outcome_is_none(outcome):
     """The router then counts nothing rather than something wrong."""
     assert outcome_of({ENGINE_KEY: outcome}) is None
+
+
+PROMPTS = st.builds(PromptRef, name=st.text(min_size=1), address=st.text())
+
+
+@given(PROMPTS, st.none() | REFS)
+def test_both_engines_hear_the_name_of_a_prompt_that_one_waits_for(prompt, lease):
+    """Prefill announces under it, and decode asks for it; nothing else changes."""
+    sent = through_json(prefill_params(lease, announce_as=prompt.name))
+    assert announce_as_of(sent) == prompt.name
+    assert lease_of(sent) == lease
+    waits = through_json(decode_params(None, turn_id="turn-1", awaited=prompt))
+    assert awaited_of(waits) == prompt
+    assert turn_of(waits) == "turn-1"
+    assert "do_remote_prefill" not in waits
+
+
+@given(JSON)
+def test_a_malformed_wait_is_none(value):
+    """A request that says it badly is computed by decode."""
+    found = awaited_of({ENGINE_KEY: {"awaited": value}})
+    is_whole = isinstance(value, dict) and {"name", "address"} <= set(value)
+    assert found is None or is_whole
+    assert awaited_of({ENGINE_KEY: value}) is None or isinstance(value, dict)
