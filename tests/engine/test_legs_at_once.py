@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from duo import Duo
+from letters import letter, user
 from shelf import Shelf
 from waiting import attempts, common_prefix_len
 
@@ -18,9 +19,6 @@ from kvloom.protocol import decode_params, prefill_params
 from kvloom_server.cluster.engine_args import Role
 
 PULLED = "vllm:external_prefix_cache_hits_total"
-LETTER = "You answer letters for a mill on a river, word by word. " * 60
-
-Messages = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +26,6 @@ def duo(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Duo]
     shelf.clear()
     with Duo(tmp_path_factory.mktemp("at-once")) as opened:
         yield opened
-
-
-def letter(number: int) -> Messages:
-    return [
-        {"role": "system", "content": f"Mill {number}. {LETTER}"},
-        {"role": "user", "content": "What does the mill grind?"},
-    ]
 
 
 def waiting(duo: Duo, name: str) -> dict[str, Any]:
@@ -59,7 +50,7 @@ def test_a_conversation_returns_and_is_handed_over_without_a_way_round(
     first = duo.turn_at_once(messages)
     assert first.output == duo.oracle(messages)
     assert duo.metric(Role.DECODE, PULLED) - pulled >= len(first.prompt) - 1
-    again = [*messages, first.message, {"role": "user", "content": "And at night?"}]
+    again = [*messages, first.message, user("And at night?")]
     truth = duo.oracle(again)
     duo.forget()
     second = duo.turn_at_once(again, lease=duo.ref(first.lease_id))

@@ -1,17 +1,17 @@
-"""Engines that are set up otherwise, or die, or run out of memory half-way.
+"""Returns that are not worth it, and returns that are broken off half-way.
 
 Each test ends with every block of both engines free.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
-from duo import SMALL, Duo, Turn
+from duo import SMALL, Duo
+from letters import LETTER, letter, second_turn, user
 from shelf import Shelf
-from waiting import attempts, common_prefix_len
+from waiting import attempts
 
 from kvloom.protocol import (
     LeaseState,
@@ -25,75 +25,7 @@ from kvloom_server.cluster.engine_args import Role
 PULLED = "vllm:external_prefix_cache_hits_total"
 PREEMPTED = "vllm:num_preemptions_total"
 THRESHOLD = 300
-"""Of both directions, in the tests of thresholds: tokens."""
-
-CHANT = "one two three four, one two three four, " * 30
-LETTER = "You answer letters for a mill on a river, word by word. " * 60
-
-Messages = list[dict[str, Any]]
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def letter(number: int, *, times: int = 1) -> Messages:
-    return [
-        {"role": "system", "content": f"Mill {number}. {LETTER * times}"},
-        user("What does the mill grind?"),
-    ]
-
-
-def second_turn(
-    duo: Duo, messages: Messages, first: Turn, text: str, **body: Any
-) -> tuple[Messages, Turn]:
-    """The next turn, on a prefill engine that lost its cache; always right."""
-    again = [*messages, first.message, user(text)]
-    truth = duo.oracle(again, **body)
-    duo.forget()
-    turn = duo.turn(again, lease=duo.ref(first.lease_id), **body)
-    assert turn.output == truth
-    return again, turn
-
-
-# ── decode drafts tokens, some of which it takes back ────────────────────────
-
-
-@pytest.fixture(scope="module")
-def drafting(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Duo]:
-    """A decode engine with speculative decoding, by n-grams of the prompt."""
-    shelf.clear()
-    draft = '{"method":"ngram","num_speculative_tokens":4,"prompt_lookup_max":3,'
-    draft += '"prompt_lookup_min":1}'
-    args = (*SMALL, f"--speculative-config={draft}")
-    with Duo(tmp_path_factory.mktemp("drafting"), decode_args=args) as opened:
-        yield opened
-
-
-@pytest.mark.parametrize("max_tokens", [2, 5, 24, 61])
-def test_a_drafting_decode_engine_leases_no_token_too_many(
-    drafting: Duo, max_tokens: int
-) -> None:
-    """What it drafted and took back is not in the lease, and all else is."""
-    messages = [user(f"Go on with this, {max_tokens}: {CHANT}")]
-    body = {"max_tokens": max_tokens, "ignore_eos": True}
-    truth = drafting.oracle(messages, **body)
-    drafted = drafting.metric(Role.DECODE, "vllm:spec_decode_num_draft_tokens_total")
-    first = drafting.turn(messages, **body)
-    assert first.output == truth
-    drafts = drafting.metric(Role.DECODE, "vllm:spec_decode_num_draft_tokens_total")
-    assert drafts > drafted or max_tokens == 2, "the engine drafted nothing"
-    # The last token of an answer was sampled, and never run.
-    assert drafting.leases()[first.lease_id].num_tokens == len(first.history) - 1
-    again, second = second_turn(drafting, messages, first, "Go on.", **body)
-    common = common_prefix_len(first.history[:-1], second.prompt)
-    assert second.outcome.returned_tokens == common
-    # Nor did anything wrong get into a prefix cache.
-    assert drafting.turn(again, **body).output == second.output
-    drafting.assert_nothing_is_held()
-
-
-# ── prefill runs out of memory; short pulls are not worth it ─────────────────
+"""Of both directions: tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -203,9 +135,6 @@ def test_a_request_aborted_in_the_middle_of_its_return_leaves_nothing(
     tight.assert_nothing_is_held()
 
 
-# ── decode dies in the middle of a return ────────────────────────────────────
-
-
 def test_a_return_whose_decode_engine_dies_is_computed(tight: Duo) -> None:
     """Before the read, in it or after it: prefill answers, and rightly. The engine
     that comes back at the same address has no part in it."""
@@ -240,31 +169,3 @@ def _await_claim(duo: Duo, lease_id: str) -> None:
     while (lease := duo.leases().get(lease_id)) is not None:
         if lease.state is LeaseState.CLAIMED:
             return
-
-
-# ── decode holds KV of another kind ──────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    "other", ["--dtype=bfloat16", "--block-size=64"], ids=["dtype", "block size"]
-)
-def test_a_lease_of_another_kind_of_kv_is_never_read(
-    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, other: str
-) -> None:
-    """Prefill computes; nobody waits, and nothing stays held."""
-    shelf.clear()
-    folder = tmp_path_factory.mktemp("other-kind")
-    with Duo(folder, decode_args=(*SMALL, other)) as duo:
-        first = duo.turn(letter(7))
-        again = [*letter(7), first.message, user("And in spring?")]
-        truth = duo.oracle(again, max_tokens=1)
-        duo.forget()
-        params = prefill_params(duo.ref(first.lease_id))
-        answer = duo.ask(Role.PREFILL, again, params=params, max_tokens=1)
-        outcome = outcome_of(answer["kv_transfer_params"])
-        assert outcome is not None
-        assert outcome.returned_tokens == 0 or outcome.why is Reason.READ_FAILED
-        assert answer["choices"][0]["token_ids"] == truth
-        handed = decode_params(answer["kv_transfer_params"], turn_id="other-kind")
-        duo.ask(Role.DECODE, again, params=handed)
-        duo.assert_nothing_is_held()
