@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import kvloom
 from kvloom import MemoryStore, TurnReport
-from kvloom._carry import Carrier, Outgoing, Ticket
+from kvloom._carry import Carrier, Ticket
 from kvloom._conversation import Conversation, conversation, current
+from kvloom._outgoing import Outgoing
 from kvloom._thread import conversation_in, lane_of
 from kvloom._turn import Turn
 from kvloom.protocol import (
