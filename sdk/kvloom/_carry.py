@@ -309,8 +309,9 @@ class Carrier:
     def _body(
         self, request: Outgoing, named: Named, handle: str | None
     ) -> dict[str, object]:
-        ids = {k: named.id for k in self.dialect.body if request.body.get(k) is None}
-        return ids if handle is None else {**ids, KV_TRANSFER_PARAMS: carry(handle)}
+        keys = (key for key in self.dialect.body if request.body.get(key) is None)
+        added: dict[str, object] = dict.fromkeys(keys, named.id)
+        return added if handle is None else {**added, KV_TRANSFER_PARAMS: carry(handle)}
 
     def _miss_handle(self, named: Named, *, is_streamed: bool) -> None:
         if not self._keeps_handles:

@@ -25,7 +25,9 @@ MAX_WAIT_S: Final = 120.0
 _REPEATABLE: Final = frozenset({408, 409, 429})
 """And all from 500 on; openai's own choice."""
 
-_BACKOFF: Final = tenacity.wait_exponential_jitter(initial=0.5, max=8.0, jitter=0.5)
+_BACKOFF: Final = tenacity.wait_combine(
+    tenacity.wait_exponential(multiplier=0.5, max=8.0), tenacity.wait_random(0.0, 0.5)
+)
 """Seconds, where the server names none."""
 
 _ATTEMPTS: Final = "kvloom_attempts"

@@ -104,7 +104,7 @@ class ToolTimes:
         """Asserts what holds between any two calls."""
         with self._lock:
             for kind in (self._running, self._of_talk, self._of_tool):
-                assert len(kind) <= self._max_items  # type: ignore[arg-type]
+                assert len(kind) <= self._max_items
 
 
 def offered_tools(body: Mapping[str, object]) -> list[str]:

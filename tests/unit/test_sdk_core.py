@@ -296,8 +296,9 @@ THIRD_PARTIES = (
         ("import kvloom", ""),
         ("import kvloom.protocol", ""),
         ("import kvloom; kvloom.conversation; kvloom.MemoryStore", ""),
+        ("import kvloom; kvloom.SQLiteStore; import kvloom.telemetry", ""),
         ("import kvloom.langgraph", ""),
-        ("import kvloom.openai", "openai httpx httpx2 pydantic"),
+        ("import kvloom.openai", "openai httpx httpx2 pydantic tenacity"),
         (
             "import kvloom.langchain",
             "openai httpx httpx2 pydantic langchain_core tenacity",
