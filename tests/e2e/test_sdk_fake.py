@@ -90,6 +90,8 @@ class FakeRouter:
     """Of every failure."""
     drops_after: int | None = None
     """Streams lose their connection after so many events."""
+    drops_with: str = "ReadError"
+    """What the HTTP library raises then."""
     error_event: dict[str, Any] | None = None
     """Streams end with this error instead of their finish."""
     seen: list[Seen] = field(default_factory=list)
@@ -135,12 +137,13 @@ class FakeRouter:
         """An answer that arrives piece by piece, as from a socket."""
         library, is_event = self.library, "event" in headers["content-type"]
         drops_after = self.drops_after if is_event else None
+        failure = getattr(library, self.drops_with)
 
         class Pieces(library.SyncByteStream, library.AsyncByteStream):
             def __iter__(self) -> Iterator[bytes]:
                 yield from pieces[:drops_after]
                 if drops_after is not None:
-                    raise library.ReadError("the peer is gone")
+                    raise failure("the peer is gone")
 
             async def __aiter__(self) -> AsyncIterator[bytes]:
                 for piece in self:
