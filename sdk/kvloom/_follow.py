@@ -114,7 +114,8 @@ class Follower:
         if is_broken:
             ending = Ending.BROKEN
         else:
-            ending = Ending.CUT if self._has_all else Ending.LEFT
+            is_all = self._has_all or self._turn.is_done
+            ending = Ending.CUT if is_all else Ending.LEFT
         self._carrier.over(self._ticket, self._turn, ending)
 
     def _see(self, payload: bytes) -> StreamError | None:

@@ -100,6 +100,11 @@ class Turn:
         return not self._is_broken and len(self._finished) >= self._num_choices
 
     @property
+    def is_done(self) -> bool:
+        """Whether ``[DONE]`` has come."""
+        return self._is_done
+
+    @property
     def has_ended(self) -> bool:
         """Whether the answer came to a clean end: nothing of it is missing."""
         return self.is_finished and (self._is_done or not self._needs_done)

@@ -80,6 +80,7 @@ class FakeRouter:
     plan: PlanReport | None = PLAN
     breaks_off: bool = False
     """Streams end before their finish, without ``[DONE]``."""
+    issues_handles: bool = True
     finish: str | None = None
     token_ids: bool = False
     clock: Clock = field(default_factory=Clock)
@@ -119,7 +120,7 @@ class FakeRouter:
         return self.library.AsyncClient(transport=self.library.MockTransport(self))
 
     def _answer(self, seen: Seen) -> Any:
-        params = carry(self._seal(seen))
+        params = carry(self._seal(seen)) if self.issues_handles else {}
         headers = {} if self.plan is None else {PLAN_HEADER: self.plan.encode()}
         headers["x-request-id"] = f"req-{len(self.seen)}"
         if not seen.body.get("stream"):

@@ -1,9 +1,11 @@
 """kvloom's OpenAI clients against a fake router, and what its users rely on."""
 
 import asyncio
+import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -268,29 +270,39 @@ def test_our_clients_are_openais() -> None:
         assert client.with_options(timeout=1).__class__ is OpenAI
 
 
-def test_conversations_never_see_each_others_handles() -> None:
-    """However a hundred conversations interleave, no handle crosses over."""
-    router = FakeRouter()
+@pytest.mark.parametrize(("store", "num_talks"), [("memory", 1000), ("sqlite", 200)])
+def test_a_thousand_conversations_never_see_each_others_handles(
+    store: str, num_talks: int, tmp_path: Path
+) -> None:
+    """However a thousand conversations interleave, no handle crosses over."""
+    router, order = FakeRouter(), random.Random(7)
+    handles: kvloom.HandleStore = kvloom.MemoryStore()
+    if store == "sqlite":
+        handles = kvloom.SQLiteStore(tmp_path / "handles", timeout_s=30)
 
     async def talk(client: AsyncOpenAI, thread: str) -> None:
         messages: list[Any] = [{"role": "user", "content": "the same for all"}]
         with client.conversation(thread):
-            for _ in range(4):
-                await asyncio.sleep(0)
-                answer = await _a_create(client, messages)
-                text = answer.choices[0].message.content
-                messages += [{"role": "assistant", "content": text}, HELLO[0]]
+            for ask in (_a_create, _a_stream):
+                for _ in range(order.randrange(4)):
+                    await asyncio.sleep(0)
+                await ask(client, messages)
+                answer = {"role": "assistant", "content": "four"}
+                messages += [answer, HELLO[0]]
 
     async def all_talk() -> None:
-        client = _async_client(router)
-        await asyncio.gather(*(talk(client, str(n)) for n in range(100)))
+        client = _async_client(router, kvloom_store=handles)
+        await asyncio.gather(*(talk(client, str(n)) for n in range(num_talks)))
 
     asyncio.run(all_talk())
 
     carried = [seen for seen in router.seen if seen.handle]
-    assert len(carried) == 300
+    assert len({seen.conversation for seen in router.seen}) == num_talks
+    assert len(carried) == num_talks
     assert all(router.issued[s.handle] == s.conversation for s in carried if s.handle)
-    assert len({seen.handle for seen in carried}) == 300, "each is used once"
+    assert len({seen.handle for seen in carried}) == num_talks, "each is used once"
+    if isinstance(handles, kvloom.SQLiteStore):
+        handles.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
