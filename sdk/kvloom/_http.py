@@ -147,7 +147,9 @@ class _StatusError(Exception):
 
 
 def _outgoing(request: Any) -> Outgoing | None:
-    path = next((p for p in GENERATION_PATHS if request.url.path.endswith(p)), None)
+    # The longest: "/completions" also ends "/chat/completions".
+    paths = (path for path in GENERATION_PATHS if request.url.path.endswith(path))
+    path = max(paths, key=len, default=None)
     if path is None or request.method != "POST" or _SEEN_TO in request.extensions:
         return None
     body = _body_of(request)

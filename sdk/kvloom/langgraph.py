@@ -119,12 +119,13 @@ def retry_on(error: Exception) -> bool:
     (``max_retries=0``), and streams that broke off before their first word. All
     else is LangGraph's own choice.
     """
-    from langgraph.types import default_retry_on  # its policy's default
+    from langgraph.types import RetryPolicy
 
     from ._retry import is_worth_a_new_try
 
     verdict = is_worth_a_new_try(error)
-    return default_retry_on(error) if verdict is None else verdict
+    its_own: Any = RetryPolicy().retry_on
+    return bool(its_own(error)) if verdict is None else verdict
 
 
 def __getattr__(name: str) -> object:

@@ -283,10 +283,10 @@ def test_a_thousand_conversations_never_see_each_others_handles(
     async def talk(client: AsyncOpenAI, thread: str) -> None:
         messages: list[Any] = [{"role": "user", "content": "the same for all"}]
         with client.conversation(thread):
-            for ask in (_a_create, _a_stream):
+            for _ in range(2):
                 for _ in range(order.randrange(4)):
                     await asyncio.sleep(0)
-                await ask(client, messages)
+                await _a_create(client, messages)
                 answer = {"role": "assistant", "content": "four"}
                 messages += [answer, HELLO[0]]
 
