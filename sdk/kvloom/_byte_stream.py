@@ -7,9 +7,11 @@ own alone.
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from ._follow import Follower, StreamError
+
+_PARTIAL_TEXT: Final = "kvloom_partial_text"
 
 Translate = Callable[[Follower, Exception | StreamError], Exception]
 """Makes of a transport's failure, or of an error event, what the caller is told."""
@@ -27,6 +29,17 @@ def follow(
     """
     http = _library_of(response)
     response.stream = _followed(http)(response.stream, follower, translate)
+
+
+def note_partial_text(error: Exception, text: str) -> None:
+    """Keeps with a failure what its answer had said before."""
+    setattr(error, _PARTIAL_TEXT, text)
+
+
+def partial_text_of(error: BaseException | None) -> str | None:
+    """What an answer had said before it failed so; ``None``: it had not begun."""
+    text = getattr(error, _PARTIAL_TEXT, None)
+    return text if isinstance(text, str) else None
 
 
 def _library_of(response: object) -> str:
@@ -92,5 +105,6 @@ class _Followed:
     def _fail(self, error: Exception) -> NoReturn:
         self._follower.close(is_broken=True)
         if self._translate is None:
+            note_partial_text(error, self._follower.turn.text)
             raise error
         raise self._translate(self._follower, error) from error

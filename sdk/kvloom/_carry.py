@@ -62,6 +62,8 @@ class Ticket:
     """Links an answer to its request."""
 
     turn: Turn
+    read: Turn | None = None
+    """What was seen of the answer's bytes, where somebody reads along."""
     attempt: int = 0
     named: Named | None = None
     """``None`` without a conversation: nothing is kept."""

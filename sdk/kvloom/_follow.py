@@ -70,6 +70,7 @@ class Follower:
         self._carrier = carrier
         self._ticket = ticket
         self._turn = ticket.turn if is_parsed else ticket.turn.anew()
+        ticket.read = self._turn
         self._is_events = is_events
         self._is_parsed = is_parsed
         self._decode = _decoder(encoding)

@@ -114,7 +114,7 @@ def followed(response: Any, carrier: Carrier) -> None:
     if not is_ours:
         return
     if response.is_error:
-        error = _StatusError(f"HTTP {response.status_code}")
+        error = HTTPStatusError(f"HTTP {response.status_code}")
         status = response.status_code
         carrier.failed(ticket.named, ticket.attempt, error=error, status=status)
         return
@@ -142,8 +142,8 @@ def failed(request: Any, carrier: Carrier, error: BaseException) -> None:
         carrier.failed(ticket.named, ticket.attempt, error=error, status=None)
 
 
-class _StatusError(Exception):
-    """A server's refusal, by its name in telemetry only."""
+class HTTPStatusError(Exception):
+    """A server's refusal; never raised, its name stands in an event."""
 
 
 def _outgoing(request: Any) -> Outgoing | None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import openai
 import tenacity
 
+from ._byte_stream import partial_text_of
 from ._interrupted import TurnInterruptedError
 from .telemetry import Event, TurnRetried
 
@@ -117,13 +118,17 @@ def is_repeatable(error: BaseException) -> bool:
 
 
 def is_worth_a_new_try(error: Exception) -> bool | None:
-    """What LangGraph should do about one of openai's errors; ``None`` for others.
+    """What LangGraph should do about an error of a client; ``None`` for others.
 
     What the client has retried already is not retried again, and a stream is
     only when it has said nothing yet.
     """
     if isinstance(error, TurnInterruptedError):
         return not error.partial_text
+    begun = (partial_text_of(e) for e in (error, error.__cause__))  # raw responses
+    said = next((text for text in begun if text is not None), None)
+    if said is not None:
+        return not said
     if not isinstance(error, openai.OpenAIError):
         return None
     return num_attempts_of(error) <= 1 and is_repeatable(error)

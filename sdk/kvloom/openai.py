@@ -425,7 +425,8 @@ def report(answer: object) -> TurnReport | None:
     plan = PlanReport.decode_header(response.headers.get(PLAN_HEADER, ""))
     if plan is None and ticket.key is None:
         return None
-    return TurnReport(plan=plan, ttft_s=ticket.turn.ttft_s)
+    turn = ticket.turn if ticket.read is None else ticket.read
+    return TurnReport(plan=plan, ttft_s=turn.ttft_s)
 
 
 def _response_of(answer: object) -> Any:

@@ -80,7 +80,11 @@ class FakeRouter:
     plan: PlanReport | None = PLAN
     breaks_off: bool = False
     """Streams end before their finish, without ``[DONE]``."""
+    omits_done: bool = False
+    """Streams end after their last chunk, without ``[DONE]``."""
     issues_handles: bool = True
+    pulled: int = 0
+    """Pieces of answers that clients have taken."""
     finish: str | None = None
     token_ids: bool = False
     clock: Clock = field(default_factory=Clock)
@@ -136,13 +140,16 @@ class FakeRouter:
 
     def _pieces(self, pieces: list[bytes], headers: dict[str, str]) -> Any:
         """An answer that arrives piece by piece, as from a socket."""
-        library, is_event = self.library, "event" in headers["content-type"]
+        library, router = self.library, self
+        is_event = "event" in headers["content-type"]
         drops_after = self.drops_after if is_event else None
         failure = getattr(library, self.drops_with)
 
         class Pieces(library.SyncByteStream, library.AsyncByteStream):
             def __iter__(self) -> Iterator[bytes]:
-                yield from pieces[:drops_after]
+                for piece in pieces[:drops_after]:
+                    router.pulled += 1
+                    yield piece
                 if drops_after is not None:
                     raise failure("the peer is gone")
 
@@ -184,7 +191,8 @@ class FakeRouter:
             return
         chunks[-1] |= _held(params)
         yield from map(_event, chunks)
-        yield b"data: [DONE]\n\n"
+        if not self.omits_done:
+            yield b"data: [DONE]\n\n"
 
     def _chunks(self, seen: Seen) -> Iterator[dict[str, Any]]:
         body = seen.body

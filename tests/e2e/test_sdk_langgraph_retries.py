@@ -83,3 +83,18 @@ def test_retry_on_judges_other_errors_as_langgraph_does() -> None:
     for text, is_retried in (("", True), ("four", False)):
         broken = TurnInterruptedError("x", request=None, body=None, partial_text=text)
         assert retry_on(broken) is is_retried
+
+
+@pytest.mark.parametrize("drops_after", [0, 3])
+def test_retry_on_knows_begun_streams_of_raw_responses(drops_after: int) -> None:
+    """A raw response keeps httpx's error; it is judged by what had been said."""
+    router = FakeRouter(drops_after=drops_after)
+    client = _client(router)
+    calls = client.chat.completions.with_raw_response
+
+    with client.conversation("t"):
+        raw: Any = calls.create(model="m", messages=[], stream=True)
+        with pytest.raises(openai.APIConnectionError) as caught:
+            list(raw.parse())
+
+    assert retry_on(caught.value) is (drops_after == 0)

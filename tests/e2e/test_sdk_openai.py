@@ -106,6 +106,61 @@ def test_a_stream_that_broke_off_leaves_no_handle() -> None:
     assert router.seen[1].handle is None
 
 
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_a_stream_without_done_leaves_no_handle(is_raw: bool) -> None:
+    """Only ``[DONE]`` says that a stream was whole, finish and handle or not."""
+    router = FakeRouter(omits_done=True)
+    client = _client(router)
+
+    with client.conversation("t"):
+        if is_raw:
+            calls = client.chat.completions.with_streaming_response
+            with calls.create(model="m", messages=HELLO, stream=True) as response:
+                assert "kv_transfer_params" in list(response.iter_lines())[-2]
+        else:
+            _create_stream(client, HELLO)
+        _create(client, NEXT)
+
+    assert router.seen[1].handle is None
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_no_chunk_waits_for_the_next(is_raw: bool) -> None:
+    """What has arrived is mine at once; nothing is held back to be looked at."""
+    router = FakeRouter()
+    client = _client(router)
+
+    with client.conversation("t"):
+        if is_raw:
+            calls = client.chat.completions.with_streaming_response
+            with calls.create(model="m", messages=HELLO, stream=True) as response:
+                taken = [router.pulled for _ in response.iter_bytes()]
+        else:
+            stream = client.chat.completions.create(
+                model="m", messages=HELLO, stream=True
+            )
+            taken = [router.pulled for _ in stream]
+
+    assert taken == list(range(1, len(taken) + 1))
+
+
+def test_a_raw_stream_tells_its_time_to_first_token() -> None:
+    """Also where nobody parses, the report knows the wait."""
+    router = FakeRouter(ttft_s=0.25)
+    client = _client(router, kvloom_clock=router.clock)
+    calls = client.chat.completions.with_streaming_response
+
+    with (
+        client.conversation("t"),
+        calls.create(model="m", messages=HELLO, stream=True) as response,
+    ):
+        list(response.iter_lines())
+
+    told = report(response)
+    assert told is not None
+    assert told.ttft_s == 0.25
+
+
 def test_an_answer_that_the_engine_aborted_leaves_no_handle() -> None:
     """An answer that ended in an engine's error is not built upon."""
     router = FakeRouter(finish="error")
