@@ -121,7 +121,8 @@ class Carrying(BaseClient[Any, Any]):
             self._carrier,
             ticket,
             is_events=is_stream or "event-stream" in kind,
-            is_parsed=not is_raw,
+            # What is there at once is read at once, whoever parses it later.
+            is_parsed=not (is_raw or is_read),
             encoding="" if is_read else encoding,
         )
         if is_read:

@@ -8,6 +8,7 @@ import openai
 import pytest
 from e2e.test_sdk_fake import FakeRouter
 from e2e.test_sdk_retries import _ask, _client
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
 from langgraph.types import RetryPolicy, default_retry_on
 
@@ -64,6 +65,32 @@ def test_langgraph_may_retry_in_our_place() -> None:
         _run(router, policy_attempts=4, max_retries=0)
 
     assert len(router.seen) == 4
+
+
+def test_a_node_that_is_run_again_drops_the_handle_and_stays() -> None:
+    """LangGraph's second attempt is in the same conversation, without the handle
+    that the first may have used up."""
+    router = FakeRouter()
+    client = _client(router, max_retries=0)
+    policy = RetryPolicy(retry_on=retry_on, initial_interval=0.0, jitter=False)
+
+    def talk(state: State) -> dict[str, list[str]]:
+        _ask(client, [{"role": "user", "content": text} for text in state["said"]])
+        return {"said": ["four"]}
+
+    builder = StateGraph(State)
+    builder.add_node("talk", talk, retry_policy=policy)
+    builder.add_edge(START, "talk")
+    graph = wrap(builder.compile(checkpointer=InMemorySaver()))
+    config: Any = {"configurable": {"thread_id": "t"}}
+
+    graph.invoke({"said": ["hi"]}, config)
+    router.failures = [503]
+    graph.invoke({"said": ["on"]}, config)
+
+    _, attempt, again = router.seen
+    assert (attempt.handle, again.handle) == (next(iter(router.issued)), None)
+    assert len({seen.conversation for seen in router.seen}) == 1
 
 
 def test_langgraph_does_not_repeat_a_refusal() -> None:

@@ -4,11 +4,12 @@ from typing import Any
 
 import openai
 import pytest
-from e2e.test_sdk_fake import FakeRouter
+from e2e.test_sdk_fake import FakeRouter, http
 
 import kvloom
 from kvloom.openai import AsyncOpenAI, OpenAI, report
 from kvloom.protocol import conversation_id
+from kvloom.telemetry import Carried, Ending, Event, TurnEnded, TurnStarted
 
 URL = "http://fake/v1"
 HELLO: list[Any] = [{"role": "user", "content": "2 + 2?"}]
@@ -317,3 +318,36 @@ def test_our_clients_are_openais() -> None:
     assert issubclass(AsyncOpenAI, openai.AsyncOpenAI)
     with OpenAI(api_key="k") as client:
         assert client.with_options(timeout=1).__class__ is OpenAI
+
+
+def test_an_answer_that_is_there_at_once_is_carried_too() -> None:
+    """A mock transport of my own tests hands over whole streams: they count."""
+    content = (
+        b'data: {"id": "1", "object": "chat.completion.chunk", "created": 1, '
+        b'"model": "m", "choices": [{"index": 0, "delta": {"content": "four"}, '
+        b'"finish_reason": "stop"}]}\n\n'
+        b'data: {"id": "1", "object": "chat.completion.chunk", "created": 1, '
+        b'"model": "m", "choices": [], "kv_transfer_params": '
+        b'{"kvloom": "kvl1.0123456789abcdef"}}\n\ndata: [DONE]\n\n'
+    )
+    headers = {"content-type": "text/event-stream"}
+    events: list[Event] = []
+    client = OpenAI(
+        base_url=URL,
+        api_key="k",
+        kvloom_events=events.append,
+        http_client=http.Client(
+            transport=http.MockTransport(
+                lambda _: http.Response(200, content=content, headers=headers)
+            )
+        ),
+    )
+
+    with client.conversation("t"):
+        for messages in (HELLO, NEXT):
+            assert _create_stream(client, messages)
+
+    started = [e.carried for e in events if isinstance(e, TurnStarted)]
+    ended = [(e.ending, e.has_handle) for e in events if isinstance(e, TurnEnded)]
+    assert started == [Carried.NOTHING_FITS, Carried.HANDLE]
+    assert ended == [(Ending.CLEAN, True)] * 2
