@@ -9,25 +9,36 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._conversation import conversation
+    from ._raw_thread import RawThreadWarning
     from ._report import TurnReport
-    from ._store import HandleStore, MemoryStore
+    from ._retry import retries
+    from ._sqlite import SQLiteStore
+    from ._store import HandleStore, HandleStoreError, MemoryStore
     from .protocol import conversation_id
 
 __all__ = [
     "HandleStore",
+    "HandleStoreError",
     "MemoryStore",
+    "RawThreadWarning",
+    "SQLiteStore",
     "TurnReport",
     "conversation",
     "conversation_id",
+    "retries",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
     "HandleStore": "kvloom._store",
+    "HandleStoreError": "kvloom._store",
     "MemoryStore": "kvloom._store",
+    "RawThreadWarning": "kvloom._raw_thread",
+    "SQLiteStore": "kvloom._sqlite",
     "TurnReport": "kvloom._report",
     "conversation": "kvloom._conversation",
     "conversation_id": "kvloom.protocol",
+    "retries": "kvloom._retry",
 }
 
 

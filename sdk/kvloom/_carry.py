@@ -5,54 +5,78 @@ fits the history, capture the handle of the answer. All adapters share this; it
 does no I/O and touches nothing of a request that has no conversation.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from ._conversation import current
+from ._dialect import DialectName, dialect_of
 from ._history import History, Mark, history_of
+from ._outgoing import Named, Outgoing, header, named_by, spelling, turn_of
+from ._raw_thread import warn_once
 from ._report import REPORT_KEY, TurnReport
-from ._store import HandleStore, StoredHandle, StoreKey
+from ._store import (
+    HandleStore,
+    HandleStoreError,
+    MemoryStore,
+    StoredHandle,
+    StoreKey,
+)
+from ._tool_times import ToolTimes, answered_calls, offered_tools
 from ._turn import Turn
 from .protocol import (
-    CONVERSATION_HEADER,
+    EXPECTED_RETURN_HEADER,
     KV_TRANSFER_PARAMS,
     RETURN_MODE_HEADER,
     PlanReport,
     ReturnMode,
     carry,
 )
+from .telemetry import (
+    Carried,
+    Ending,
+    Event,
+    Events,
+    HandleMissing,
+    StoreFailed,
+    TurnEnded,
+    TurnFailed,
+    TurnStarted,
+)
 
 Returns = Literal["off", "lazy"]
 """A :class:`~kvloom.protocol.ReturnMode`, as users write it."""
 
-GENERATION_PATHS: Final = frozenset({"/chat/completions", "/completions", "/responses"})
+Carry = Literal["client", "router", "off"]
+"""Who carries a conversation's handles: this client, the router by the
+conversation ID alone, or nobody (then no conversation is named either)."""
+
+_CARRIES: Final = ("client", "router", "off")
+
+_LOG: Final = logging.getLogger("kvloom")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing:
-    """One attempt at one request, as its author made it."""
-
-    endpoint: str
-    path: str
-    headers: Mapping[str, object]
-    """Of this call. A value that is no string takes the header away."""
-    default_headers: Mapping[str, object]
-    """Of the client."""
-    body: Mapping[str, object]
-    attempt: int
-    """0, and then one more with each retry."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ticket:
     """Links an answer to its request."""
 
     turn: Turn
-    key: StoreKey | None = None
+    read: Turn | None = None
+    """What was seen of the answer's bytes, where somebody reads along."""
+    attempt: int = 0
+    named: Named | None = None
     """``None`` without a conversation: nothing is kept."""
+    key: StoreKey | None = None
     mark: Mark | None = None
+    plan: PlanReport | None = None
+    """Of the answer, once it has begun."""
+    is_settled: bool = False
+    """Whether what its clean end brings has been taken in."""
+    has_handle: bool = False
+    """Whether its handle was kept."""
+    is_over: bool = False
+    """Whether its end has been told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,39 +95,76 @@ class Carrier:
         store: where they wait; may be shared by several carriers.
         namespace: whose threads these are; a part of every conversation ID.
         returns: overrides the router's return mode; ``None`` leaves it alone.
+        carry: who carries the handles.
+        dialect: how the server is told of conversations.
+        hints: whether the router is told how long tools take.
+        events: is told what happens.
         clock: seconds that never run backwards.
 
     Raises:
-        ValueError: ``returns`` is not a return mode.
+        ValueError: ``returns``, ``carry`` or ``dialect`` is none of those there are.
     """
 
     def __init__(
         self,
         *,
-        store: HandleStore,
+        store: HandleStore | None = None,
         namespace: str = "",
         returns: Returns | None = None,
+        carry: Carry = "client",
+        dialect: DialectName = "kvloom",
+        hints: bool = True,
+        events: Events | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store = store
+        self.store: HandleStore = MemoryStore() if store is None else store
         self.namespace = namespace
         self.returns = None if returns is None else _return_mode(returns)
+        self.carry = _checked_carry(carry)
+        self.dialect = dialect_of(dialect)
         self.clock = clock
+        self._times = ToolTimes() if hints and self.dialect.is_kvloom else None
+        self._events = events
+        self._has_told_missing = False
+        self._warn_of_raw_threads = warn_once()
+
+    def named(self, request: Outgoing) -> Named | None:
+        """The conversation that ``request`` is sent in."""
+        if self.carry == "off":
+            return None
+        return named_by(request, self.dialect, namespace=self.namespace)
 
     def attach(self, request: Outgoing) -> Attachment:
         """What ``request`` gets; nothing when it has no conversation."""
         now = self.clock()
-        turn = _turn_of(request.body, started_at=now)
-        conversation = self._resolve(request)
-        if conversation is None:
+        turn = turn_of(request, started_at=now)
+        named = self.named(request)
+        if named is None:
+            if self.carry != "off":
+                self._warn_of_raw_threads(request.headers)
             return Attachment(ticket=Ticket(turn=turn))
-        key = StoreKey(request.endpoint, str(request.body.get("model")), conversation)
+        key = StoreKey(request.endpoint, str(request.body.get("model")), named.id)
         history = history_of(request.path, request.body)
-        mark = None if history is None else history.mark()
+        handle, carried = self._handle_for(request, key, history, now=now)
+        expected_s = self._expected_return(request, key, now=now)
+        self.tell(
+            TurnStarted(
+                conversation=named.label,
+                attempt=request.attempt,
+                carried=carried,
+                expected_return_s=expected_s,
+            )
+        )
         return Attachment(
-            ticket=Ticket(turn=turn, key=key, mark=mark),
-            headers=self._headers(request, conversation),
-            body=self._body(request, key, history, now=now),
+            ticket=Ticket(
+                turn=turn,
+                attempt=request.attempt,
+                named=named,
+                key=key,
+                mark=None if history is None else history.mark(),
+            ),
+            headers=self._headers(request, named, expected_s),
+            body=self._body(request, named, handle),
         )
 
     def capture(
@@ -118,55 +179,161 @@ class Carrier:
             ``data`` itself, or a copy with the turn's report where the answer
             ends and there is something to report.
         """
-        now = self.clock()
-        ticket.turn.see(data, now=now)
-        self._keep_handle(ticket, now=now)
+        ticket.turn.see(data, now=self.clock())
+        ticket.plan = None if plan is None else PlanReport.decode_header(plan)
+        self.settle(ticket, ticket.turn)
+        if not ticket.turn.is_streamed:
+            self.over(ticket, ticket.turn, Ending.CUT)
         if not ticket.turn.take_report():
             return data
-        report = None if plan is None else PlanReport.decode_header(plan)
-        if ticket.key is None and report is None:
+        if ticket.key is None and ticket.plan is None:
             return data  # no conversation and no router of ours
-        told = TurnReport(plan=report, ttft_s=ticket.turn.ttft_s)
+        told = TurnReport(plan=ticket.plan, ttft_s=ticket.turn.ttft_s)
         return {**data, REPORT_KEY: told.as_json()}
 
-    def _resolve(self, request: Outgoing) -> str | None:
-        """The conversation ID: the call's own, else the context's, else the
-        client's."""
-        explicit = _header(request.headers, CONVERSATION_HEADER)
-        if explicit is not None:
-            return explicit[1] if isinstance(explicit[1], str) else None
-        ambient = current()
-        if ambient is not None:
-            return ambient.id(default_namespace=self.namespace)
-        default = _header(request.default_headers, CONVERSATION_HEADER)
-        return default[1] if default and isinstance(default[1], str) else None
+    def settle(self, ticket: Ticket, turn: Turn) -> None:
+        """Takes in what a clean end brings, once: the handle, the tools called."""
+        if ticket.is_settled or ticket.key is None or not turn.has_ended:
+            return
+        now = self.clock()
+        handle = turn.take_handle()
+        is_whole = handle is not None or not turn.is_streamed
+        ticket.is_settled = is_whole  # a stream's handle may follow its last choice
+        if handle is not None and ticket.mark is not None and self._keeps_handles:
+            stored = StoredHandle(handle=handle, history=ticket.mark, received_at=now)
+            ticket.has_handle = self._put(ticket.key, stored)
+        if self._times is not None:
+            self._times.called(ticket.key, turn.tool_calls, now=now)
 
-    def _headers(self, request: Outgoing, conversation: str) -> dict[str, str]:
-        wanted = {CONVERSATION_HEADER: conversation}
-        if self.returns is not None:
+    def over(self, ticket: Ticket, turn: Turn, otherwise: Ending) -> None:
+        """Tells once that an answer is over.
+
+        Args:
+            turn: what was seen of it.
+            otherwise: how it ended, unless it ended cleanly.
+        """
+        if ticket.is_over or ticket.named is None:
+            return
+        ticket.is_over = True
+        ending = Ending.CLEAN if turn.has_ended else otherwise
+        if ending is Ending.CLEAN and ticket.plan is None and not ticket.has_handle:
+            self._miss_handle(ticket.named, is_streamed=turn.is_streamed)
+        self.tell(
+            TurnEnded(
+                conversation=ticket.named.label,
+                attempt=ticket.attempt,
+                ending=ending,
+                plan=ticket.plan,
+                ttft_s=turn.ttft_s,
+                duration_s=self.clock() - turn.started_at,
+                has_handle=ticket.has_handle,
+                num_tool_calls=len(turn.tool_calls),
+            )
+        )
+
+    def failed(
+        self, named: Named, attempt: int, *, error: BaseException, status: int | None
+    ) -> None:
+        """Tells that an attempt ended without an answer."""
+        self.tell(
+            TurnFailed(
+                conversation=named.label,
+                attempt=attempt,
+                error=type(error).__name__,
+                status=status,
+            )
+        )
+
+    def tell(self, event: Event) -> None:
+        """Passes an event on to whoever listens."""
+        if self._events is not None:
+            self._events(event)
+
+    @property
+    def _keeps_handles(self) -> bool:
+        return self.carry == "client" and self.dialect.is_kvloom
+
+    def _handle_for(
+        self, request: Outgoing, key: StoreKey, history: History | None, *, now: float
+    ) -> tuple[str | None, Carried]:
+        why_not = self._why_not(request, history)
+        if why_not is not None or history is None:
+            return None, why_not or Carried.NO_HISTORY
+        try:
+            handle = self.store.pop(key, history, now=now)
+        except HandleStoreError as error:
+            self.tell(StoreFailed(error=type(error.__cause__ or error).__name__))
+            handle = None
+        return handle, Carried.NOTHING_FITS if handle is None else Carried.HANDLE
+
+    def _why_not(self, request: Outgoing, history: History | None) -> Carried | None:
+        if KV_TRANSFER_PARAMS in request.body:
+            return Carried.CALLERS_OWN
+        if not self._keeps_handles:
+            return Carried.ROUTER
+        if request.attempt > 0:
+            return Carried.RETRY
+        return Carried.NO_HISTORY if history is None else None
+
+    def _put(self, key: StoreKey, stored: StoredHandle) -> bool:
+        try:
+            self.store.put(key, stored)
+        except HandleStoreError as error:
+            self.tell(StoreFailed(error=type(error.__cause__ or error).__name__))
+            return False
+        return True
+
+    def _expected_return(
+        self, request: Outgoing, key: StoreKey, *, now: float
+    ) -> float | None:
+        if self._times is None:
+            return None
+        if request.attempt == 0:
+            self._times.answered(key, answered_calls(request.body), now=now)
+        return self._times.expected_s(key, offered_tools(request.body))
+
+    def _headers(
+        self, request: Outgoing, named: Named, expected_s: float | None
+    ) -> dict[str, str]:
+        wanted = dict.fromkeys(self.dialect.headers, named.id)
+        if named.thread_id is not None:
+            wanted |= dict.fromkeys(self.dialect.thread_headers, named.thread_id)
+        if self.returns is not None and self.dialect.is_kvloom:
             wanted[RETURN_MODE_HEADER] = str(self.returns)
+        if expected_s is not None:
+            wanted[EXPECTED_RETURN_HEADER] = f"{expected_s:.3f}"
         return {
-            _spelling(request.default_headers, name): value
+            spelling(request.default_headers, name): value
             for name, value in wanted.items()
-            if _header(request.headers, name) is None
+            if header(request.headers, name) is None
         }
 
     def _body(
-        self, request: Outgoing, key: StoreKey, history: History | None, *, now: float
+        self, request: Outgoing, named: Named, handle: str | None
     ) -> dict[str, object]:
-        # A retry goes without: the first attempt may have used the handle up.
-        is_first = request.attempt == 0
-        if history is None or not is_first or KV_TRANSFER_PARAMS in request.body:
-            return {}
-        handle = self.store.pop(key, history, now=now)
-        return {} if handle is None else {KV_TRANSFER_PARAMS: carry(handle)}
+        keys = (key for key in self.dialect.body if request.body.get(key) is None)
+        added: dict[str, object] = dict.fromkeys(keys, named.id)
+        return added if handle is None else {**added, KV_TRANSFER_PARAMS: carry(handle)}
 
-    def _keep_handle(self, ticket: Ticket, *, now: float) -> None:
-        handle = ticket.turn.take_handle()
-        if handle is None or ticket.key is None or ticket.mark is None:
+    def _miss_handle(self, named: Named, *, is_streamed: bool) -> None:
+        if not self._keeps_handles:
             return
-        stored = StoredHandle(handle=handle, history=ticket.mark, received_at=now)
-        self.store.put(ticket.key, stored)
+        self.tell(HandleMissing(conversation=named.label, is_streamed=is_streamed))
+        if self._has_told_missing:
+            return
+        self._has_told_missing = True
+        _LOG.warning(
+            "an answer of a conversation came without a handle: the server is no "
+            "kvloom router, and turns are not carried. Point base_url at the router, "
+            "or name the server's kind with kvloom_dialect (dialect in ChatKVLoom)"
+        )
+
+
+def _checked_carry(given: str) -> str:
+    if given not in _CARRIES:
+        names = ", ".join(f'"{name}"' for name in _CARRIES)
+        raise ValueError(f"carry is {given!r}: use one of {names}")
+    return given
 
 
 def _return_mode(returns: str) -> ReturnMode:
@@ -177,24 +344,3 @@ def _return_mode(returns: str) -> ReturnMode:
         raise ValueError(
             f"returns is {returns!r}: use one of {modes}, or None for the router's"
         ) from None
-
-
-def _turn_of(body: Mapping[str, object], *, started_at: float) -> Turn:
-    num_choices = body.get("n")
-    return Turn(
-        num_choices=num_choices if isinstance(num_choices, int) else 1,
-        is_streamed=body.get("stream") is True,
-        started_at=started_at,
-    )
-
-
-def _header(headers: Mapping[str, object], name: str) -> tuple[str, object] | None:
-    """A header, however it is spelled: its spelling and value."""
-    wanted = name.lower()
-    return next(((k, v) for k, v in headers.items() if k.lower() == wanted), None)
-
-
-def _spelling(headers: Mapping[str, object], name: str) -> str:
-    """openai 2 replaces a client's header only under its own spelling."""
-    found = _header(headers, name)
-    return name if found is None else found[0]

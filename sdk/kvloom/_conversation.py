@@ -37,6 +37,11 @@ class Conversation:
         namespace = default_namespace if self.namespace is None else self.namespace
         return conversation_id(namespace=namespace, thread=self.thread, lane=self.lane)
 
+    def thread_id(self, *, default_namespace: str) -> str:
+        """The ID of the whole thread, whatever the lane."""
+        namespace = default_namespace if self.namespace is None else self.namespace
+        return conversation_id(namespace=namespace, thread=self.thread)
+
 
 Source = Callable[[], Conversation | None]
 """Tells the conversation when a request is made; for LangGraph's nodes."""

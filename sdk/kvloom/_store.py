@@ -17,6 +17,10 @@ HANDLE_TTL_S: Final = 450.0
 """Shorter than the 480 s that a decode engine keeps a lease by default."""
 
 
+class HandleStoreError(Exception):
+    """A store cannot be used now. The turn goes on without a handle."""
+
+
 class StoreKey(NamedTuple):
     """Whose handles: one conversation with one model at one endpoint."""
 
@@ -37,7 +41,11 @@ class StoredHandle:
 
 @runtime_checkable
 class HandleStore(Protocol):
-    """Keeps handles between turns. Safe to use from several threads."""
+    """Keeps handles between turns. Safe to use from several threads.
+
+    Both methods may raise :class:`HandleStoreError`; a turn then goes on without
+    a handle.
+    """
 
     def put(self, key: StoreKey, stored: StoredHandle) -> None:
         """Keeps a handle; ``stored.received_at`` is now."""
@@ -95,7 +103,7 @@ class MemoryStore:
     def pop(self, key: StoreKey, history: History, *, now: float) -> str | None:
         with self._lock:
             alive = self._alive(key, now)
-            best = _longest(alive, history.begins_with)
+            best = best_of(alive, history.begins_with)
             self._keep(key, [stored for stored in alive if stored is not best])
             return best.handle if best is not None else None
 
@@ -119,9 +127,10 @@ class MemoryStore:
             self._handles.pop(key, None)
 
 
-def _longest(
+def best_of(
     handles: list[StoredHandle], fits: Callable[[Mark], bool]
 ) -> StoredHandle | None:
+    """The handle whose history is the longest; ``handles`` is in order of arrival."""
     fitting = [stored for stored in handles if fits(stored.history)]
     # The list is in order of arrival: of equals, the reversed one gives the newest.
     return max(reversed(fitting), key=lambda s: s.history.length, default=None)

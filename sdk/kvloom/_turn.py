@@ -5,6 +5,7 @@ and knows when one ended cleanly. A handle of an answer that broke off, or whose
 end was never seen, is worth nothing and is dropped.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -16,6 +17,9 @@ _BROKEN: Final = frozenset({"error", "abort"})
 _ENDED: Final = frozenset({"completed", "incomplete"})
 """Statuses of a response (Responses API) whose tokens all came."""
 
+DONE: Final = b"[DONE]"
+"""The last event of a stream of chat completions or completions."""
+
 
 class Turn:
     """Watches one answer.
@@ -24,23 +28,37 @@ class Turn:
         num_choices: how many choices must finish (``n``).
         is_streamed: whether the answer comes in chunks.
         started_at: when it was sent, in seconds.
+        needs_done: whether only ``[DONE]`` makes its end a clean one.
     """
 
     __slots__ = (
+        "_calls",
         "_finished",
         "_first_at",
         "_handle",
         "_is_broken",
+        "_is_done",
         "_is_reported",
         "_is_streamed",
+        "_needs_done",
         "_num_choices",
         "_started_at",
+        "_text",
     )
 
     def __init__(
-        self, *, num_choices: int, is_streamed: bool, started_at: float
+        self,
+        *,
+        num_choices: int,
+        is_streamed: bool,
+        started_at: float,
+        needs_done: bool = False,
     ) -> None:
         self._num_choices = num_choices
+        self._needs_done = needs_done
+        self._is_done = False
+        self._text: list[str] = []
+        self._calls: dict[str, str] = {}
         self._is_streamed = is_streamed
         self._started_at = started_at
         self._first_at: float | None = None
@@ -57,9 +75,48 @@ class Turn:
         return self._first_at - self._started_at
 
     @property
-    def has_ended(self) -> bool:
-        """Whether every choice came to a clean end."""
+    def started_at(self) -> float:
+        """When it was sent, in seconds."""
+        return self._started_at
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer comes in chunks."""
+        return self._is_streamed
+
+    @property
+    def text(self) -> str:
+        """What the first choice of a stream has said so far."""
+        return "".join(self._text)
+
+    @property
+    def tool_calls(self) -> Mapping[str, str]:
+        """The tools that the answer calls: call id to name."""
+        return self._calls
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has said that it is finished, and well."""
         return not self._is_broken and len(self._finished) >= self._num_choices
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``[DONE]`` has come."""
+        return self._is_done
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer came to a clean end: nothing of it is missing."""
+        return self.is_finished and (self._is_done or not self._needs_done)
+
+    def anew(self) -> "Turn":
+        """The same turn, of which nothing has been seen yet."""
+        return Turn(
+            num_choices=self._num_choices,
+            is_streamed=self._is_streamed,
+            started_at=self._started_at,
+            needs_done=self._needs_done,
+        )
 
     def see(self, data: Mapping[str, Any], *, now: float) -> None:
         """Takes in a decoded answer, or the next chunk of one."""
@@ -68,6 +125,26 @@ class Turn:
         answer = _answer_in(data)
         self._handle = offered(answer.get(KV_TRANSFER_PARAMS)) or self._handle
         self._note_ends(answer)
+        self._calls.update(_calls_in(answer))
+        if self._is_streamed:
+            self._text += _text_in(data)
+
+    def see_payload(self, payload: bytes, *, now: float) -> None:
+        """Takes in a whole answer, or one event of a stream, as bytes."""
+        if payload == DONE:
+            self.see_done()
+            return
+        try:
+            data = json.loads(payload)
+        except ValueError:  # of whatever server: no answer that we can read
+            return
+        if isinstance(data, Mapping):
+            self._is_broken = self._is_broken or bool(data.get("error"))
+            self.see(data, now=now)
+
+    def see_done(self) -> None:
+        """Takes in the ``[DONE]`` of a stream."""
+        self._is_done = True
 
     def take_handle(self) -> str | None:
         """The handle, once, and only after a clean end."""
@@ -78,7 +155,7 @@ class Turn:
 
     def take_report(self) -> bool:
         """``True`` exactly once: at the clean end, when a report is due."""
-        is_due = self.has_ended and not self._is_reported
+        is_due = self.is_finished and not self._is_reported
         self._is_reported = self._is_reported or is_due
         return is_due
 
@@ -106,11 +183,45 @@ def _answer_in(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _choices(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    choices = data.get("choices")
-    if not isinstance(choices, list):
-        return []
-    return [choice for choice in choices if isinstance(choice, Mapping)]
+    return _objects(data.get("choices"))
 
 
 def _has_output(data: Mapping[str, Any]) -> bool:
     return bool(_choices(data)) or str(data.get("type", "")).endswith(".delta")
+
+
+def _text_in(data: Mapping[str, Any]) -> list[str]:
+    if data.get("type") == "response.output_text.delta":
+        return [str(data.get("delta") or "")]
+    first = [c for c in _choices(data) if c.get("index", 0) == 0]
+    said = ((_object(c.get("delta")).get("content") or c.get("text")) for c in first)
+    return [text for text in said if isinstance(text, str)]
+
+
+def _calls_in(answer: Mapping[str, Any]) -> dict[str, str]:
+    """The tool calls that an answer, or a chunk of one, begins."""
+    found: dict[str, str] = {}
+    for choice in _choices(answer):
+        message = _object(choice.get("message") or choice.get("delta"))
+        for call in _objects(message.get("tool_calls")):
+            name = _object(call.get("function")).get("name")
+            found |= _named_call(call.get("id"), name)
+    for item in _objects(answer.get("output")):  # the Responses API
+        if item.get("type") == "function_call":
+            found |= _named_call(item.get("call_id"), item.get("name"))
+    return found
+
+
+def _named_call(call_id: object, name: object) -> dict[str, str]:
+    if isinstance(call_id, str) and isinstance(name, str) and call_id:
+        return {call_id: name}
+    return {}
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _objects(value: object) -> list[Mapping[str, Any]]:
+    items = value if isinstance(value, list) else []
+    return [item for item in items if isinstance(item, Mapping)]

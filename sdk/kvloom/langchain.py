@@ -21,8 +21,9 @@ from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, SecretStr, model_validator
 
 from . import _messages
-from ._carry import Returns
+from ._carry import Carrier, Carry, Returns
 from ._conversation import current
+from ._dialect import DialectName
 from ._report import REPORT_KEY
 from ._store import HandleStore, MemoryStore
 from ._thread import conversation_in
@@ -60,6 +61,19 @@ class ChatKVLoom(BaseChatOpenAI):
     handles: HandleStore = Field(default_factory=MemoryStore, exclude=True)
     """Where handles wait for the next turn."""
 
+    carry: Carry = "client"
+    """Who carries handles: this ``"client"``, the ``"router"`` by the conversation
+    ID alone, or nobody (``"off"``; no conversation is named then)."""
+
+    dialect: DialectName = "kvloom"
+    """How the server is told of conversations, where it is no kvloom router."""
+
+    hints: bool = True
+    """Whether the router is told how long the tools have been taking."""
+
+    events: Any = Field(default=None, exclude=True)
+    """Is told what happens: :class:`kvloom.telemetry.Events`."""
+
     clock: Callable[[], float] = Field(default=time.monotonic, exclude=True)
     """Seconds that never run backwards."""
 
@@ -74,11 +88,12 @@ class ChatKVLoom(BaseChatOpenAI):
     @model_validator(mode="after")
     def _carry_with_kvloom_clients(self) -> Self:
         """Has the conversation carried by whatever the base class set up."""
+        carrier = self._carrier_of_both()
         if _is_stock(self.root_client, openai_sdk.OpenAI, OpenAI):
-            self.root_client = OpenAI(**self._client_options(self.root_client))
+            self.root_client = OpenAI(**self._client_options(self.root_client, carrier))
             self.client = self.root_client.chat.completions
         if _is_stock(self.root_async_client, openai_sdk.AsyncOpenAI, AsyncOpenAI):
-            options = self._client_options(self.root_async_client)
+            options = self._client_options(self.root_async_client, carrier)
             self.root_async_client = AsyncOpenAI(**options)
             self.async_client = self.root_async_client.chat.completions
         return self
@@ -131,7 +146,19 @@ class ChatKVLoom(BaseChatOpenAI):
         kwargs = self._named_by(config, kwargs)
         return super().astream(input, config, stop=stop, **kwargs)
 
-    def _client_options(self, stock: Any) -> dict[str, Any]:
+    def _carrier_of_both(self) -> Carrier:
+        return Carrier(
+            store=self.handles,
+            namespace=self.namespace,
+            returns=self.returns,
+            carry=self.carry,
+            dialect=self.dialect,
+            hints=self.hints,
+            events=self.events,
+            clock=self.clock,
+        )
+
+    def _client_options(self, stock: Any, carrier: Carrier) -> dict[str, Any]:
         """What makes one of our clients do as ``stock`` does."""
         return {
             "api_key": stock._api_key_provider or stock.api_key,
@@ -143,10 +170,7 @@ class ChatKVLoom(BaseChatOpenAI):
             "default_headers": self.default_headers,
             "default_query": self.default_query,
             "http_client": stock._client,
-            "kvloom_namespace": self.namespace,
-            "kvloom_returns": self.returns,
-            "kvloom_store": self.handles,
-            "kvloom_clock": self.clock,
+            "kvloom_carrier": carrier,
         }
 
     def _named_by(
@@ -164,7 +188,8 @@ class ChatKVLoom(BaseChatOpenAI):
         return {**kwargs, "extra_headers": given} if given else kwargs
 
     def _conversation_headers(self, config: RunnableConfig) -> dict[str, str]:
-        named = None if current() else conversation_in(config)
+        is_named = current() is not None or self.carry == "off"
+        named = None if is_named else conversation_in(config)
         if named is None:
             return {}
         return {CONVERSATION_HEADER: named.id(default_namespace=self.namespace)}

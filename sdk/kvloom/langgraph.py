@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
     from ._middleware import KVLoomMiddleware
 
-__all__ = ["KVLoomMiddleware", "WrappedGraph", "conversation_of", "lane_of", "wrap"]
+__all__ = [
+    "KVLoomMiddleware",
+    "WrappedGraph",
+    "conversation_of",
+    "lane_of",
+    "retry_on",
+    "wrap",
+]
 
 
 def conversation_of(
@@ -101,6 +108,24 @@ def wrap(graph: Any, *, namespace: str | None = None) -> WrappedGraph:
         namespace: whose threads these are; ``None`` is each client's own.
     """
     return WrappedGraph(graph, namespace=namespace)
+
+
+def retry_on(error: Exception) -> bool:
+    """For LangGraph's ``RetryPolicy(retry_on=…)``: is a node worth another run?
+
+    A kvloom client retries a turn itself; what it gave up after that is not
+    multiplied here. Of openai's errors those are retried that may go away (the
+    connection, 408, 409, 429, 5xx) and whose client did not retry
+    (``max_retries=0``), and streams that broke off before their first word. All
+    else is LangGraph's own choice.
+    """
+    from langgraph.types import RetryPolicy
+
+    from ._retry import is_worth_a_new_try
+
+    verdict = is_worth_a_new_try(error)
+    its_own: Any = RetryPolicy().retry_on
+    return bool(its_own(error)) if verdict is None else verdict
 
 
 def __getattr__(name: str) -> object:

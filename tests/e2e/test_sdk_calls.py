@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from e2e.test_sdk_fake import PLAN, FakeRouter
+from openai.types.chat import ChatCompletion
 
 from kvloom.openai import AsyncOpenAI, OpenAI, report
 from kvloom.protocol import conversation_id
@@ -84,6 +86,39 @@ def _streaming_response(client: Any, messages: list[Any]) -> Any:
         return response.parse()
 
 
+def _raw_unparsed(client: Any, messages: list[Any]) -> Any:
+    calls = client.chat.completions.with_raw_response
+    raw = calls.create(model="m", messages=messages)
+    assert "four" in raw.text
+    return raw
+
+
+def _raw_lines(client: Any, messages: list[Any]) -> Any:
+    calls = client.chat.completions.with_streaming_response
+    with calls.create(model="m", messages=messages, stream=True) as response:
+        assert list(response.iter_lines())[-2:] == ["data: [DONE]", ""]
+        return response
+
+
+def _raw_bytes(client: Any, messages: list[Any]) -> Any:
+    calls = client.chat.completions.with_streaming_response
+    with calls.create(model="m", messages=messages) as response:
+        assert b"four" in b"".join(response.iter_bytes())
+        return response
+
+
+def _post(client: Any, messages: list[Any]) -> Any:
+    body = {"model": "m", "messages": messages}
+    answer = client.post("/chat/completions", cast_to=object, body=body)
+    return ChatCompletion.model_validate(answer)
+
+
+def _completions_stream(client: Any, messages: list[Any]) -> Any:
+    prompt = "".join(message["content"] for message in messages)
+    chunks = client.completions.create(model="m", prompt=prompt, stream=True)
+    return list(chunks)[-1]
+
+
 def _completions(client: Any, messages: list[Any]) -> Any:
     prompt = "".join(message["content"] for message in messages)
     return client.completions.create(model="m", prompt=prompt)
@@ -106,8 +141,13 @@ CALLS = [
     _parse,
     _raw,
     _raw_stream,
+    _raw_unparsed,
     _streaming_response,
+    _raw_lines,
+    _raw_bytes,
+    _post,
     _completions,
+    _completions_stream,
     _responses,
     _responses_stream,
 ]
@@ -147,6 +187,37 @@ async def _a_streaming_response(client: Any, messages: list[Any]) -> Any:
         return await response.parse()
 
 
+async def _a_raw_unparsed(client: Any, messages: list[Any]) -> Any:
+    calls = client.chat.completions.with_raw_response
+    raw = await calls.create(model="m", messages=messages)
+    assert "four" in raw.text
+    return raw
+
+
+async def _a_raw_stream(client: Any, messages: list[Any]) -> Any:
+    calls = client.chat.completions.with_raw_response
+    raw = await calls.create(model="m", messages=messages, stream=True)
+    return [chunk async for chunk in raw.parse()][-1]
+
+
+async def _a_raw_lines(client: Any, messages: list[Any]) -> Any:
+    calls = client.chat.completions.with_streaming_response
+    async with calls.create(model="m", messages=messages, stream=True) as response:
+        lines = [line async for line in response.iter_lines()]
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return response
+
+
+async def _a_post(client: Any, messages: list[Any]) -> Any:
+    body = {"model": "m", "messages": messages}
+    answer = await client.post("/chat/completions", cast_to=object, body=body)
+    return ChatCompletion.model_validate(answer)
+
+
+async def _a_responses(client: Any, messages: list[Any]) -> Any:
+    return await client.responses.create(model="m", input=messages)
+
+
 async def _a_completions(client: Any, messages: list[Any]) -> Any:
     prompt = "".join(message["content"] for message in messages)
     return await client.completions.create(model="m", prompt=prompt)
@@ -163,8 +234,13 @@ ASYNC_CALLS = [
     _a_stream_helper,
     _a_parse,
     _a_raw,
+    _a_raw_unparsed,
+    _a_raw_stream,
     _a_streaming_response,
+    _a_raw_lines,
+    _a_post,
     _a_completions,
+    _a_responses,
     _a_responses_stream,
 ]
 
@@ -232,3 +308,17 @@ def test_without_a_conversation_nothing_changes(call: Call) -> None:
     assert report(answer) is None
     if isinstance(answer, openai.BaseModel):
         assert answer.model_dump() == expected.model_dump()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=_name)
+def test_a_client_of_the_older_httpx_is_carried_too(call: Call) -> None:
+    """openai 3 still takes an ``httpx.Client``; its turns are carried as well."""
+    router = FakeRouter(library=httpx)
+    client = _client(router)
+
+    with client.conversation("t"):
+        call(client, HELLO)
+        call(client, NEXT)
+
+    assert [seen.conversation for seen in router.seen] == [ID, ID]
+    assert router.seen[1].handle == next(iter(router.issued))

@@ -5,7 +5,7 @@ a plan, and keeps what it was sent. Its tests say what the SDK's tests lean on.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -80,10 +80,25 @@ class FakeRouter:
     plan: PlanReport | None = PLAN
     breaks_off: bool = False
     """Streams end before their finish, without ``[DONE]``."""
+    omits_done: bool = False
+    """Streams end after their last chunk, without ``[DONE]``."""
+    issues_handles: bool = True
+    pulled: int = 0
+    """Pieces of answers that clients have taken."""
     finish: str | None = None
     token_ids: bool = False
     clock: Clock = field(default_factory=Clock)
     ttft_s: float = 0.25
+    library: Any = http
+    """The HTTP library whose clients speak with it: httpx or httpx2."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of every failure."""
+    drops_after: int | None = None
+    """Streams lose their connection after so many events."""
+    drops_with: str = "ReadError"
+    """What the HTTP library raises then."""
+    error_event: dict[str, Any] | None = None
+    """Streams end with this error instead of their finish."""
     seen: list[Seen] = field(default_factory=list)
     issued: dict[str, str | None] = field(default_factory=dict)
     """Handle → the conversation that it was given to."""
@@ -97,29 +112,52 @@ class FakeRouter:
         self.seen.append(seen)
         if self.failures:
             status = self.failures.pop(0)
-            headers = {"retry-after-ms": "1"}
+            headers = {"retry-after-ms": "1"} | self.headers
             error = {"error": {"message": "no engine"}}
-            return http.Response(status, json=error, headers=headers)
+            return self.library.Response(status, json=error, headers=headers)
         return self._answer(seen)
 
     def client(self) -> Any:
-        return http.Client(transport=http.MockTransport(self))
+        return self.library.Client(transport=self.library.MockTransport(self))
 
     def async_client(self) -> Any:
-        return http.AsyncClient(transport=http.MockTransport(self))
+        return self.library.AsyncClient(transport=self.library.MockTransport(self))
 
     def _answer(self, seen: Seen) -> Any:
-        params = carry(self._seal(seen))
+        params = carry(self._seal(seen)) if self.issues_handles else {}
         headers = {} if self.plan is None else {PLAN_HEADER: self.plan.encode()}
         headers["x-request-id"] = f"req-{len(self.seen)}"
         if not seen.body.get("stream"):
             self.clock.now += 1.0
             body = {**self._whole(seen), KV_TRANSFER_PARAMS: params}
-            return http.Response(200, json=body, headers=headers)
+            content = json.dumps(body).encode()
+            headers["content-type"] = "application/json"
+            return self._pieces([content[:20], content[20:]], headers)
         headers["content-type"] = "text/event-stream"
         events = list(self._stream(seen, params))
         self.clock.now += self.ttft_s
-        return http.Response(200, content=b"".join(events), headers=headers)
+        return self._pieces(events, headers)
+
+    def _pieces(self, pieces: list[bytes], headers: dict[str, str]) -> Any:
+        """An answer that arrives piece by piece, as from a socket."""
+        library, router = self.library, self
+        is_event = "event" in headers["content-type"]
+        drops_after = self.drops_after if is_event else None
+        failure = getattr(library, self.drops_with)
+
+        class Pieces(library.SyncByteStream, library.AsyncByteStream):
+            def __iter__(self) -> Iterator[bytes]:
+                for piece in pieces[:drops_after]:
+                    router.pulled += 1
+                    yield piece
+                if drops_after is not None:
+                    raise failure("the peer is gone")
+
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                for piece in self:
+                    yield piece
+
+        return library.Response(200, stream=Pieces(), headers=headers)
 
     def _seal(self, seen: Seen) -> str:
         handle = f"kvl1.{len(self.issued):016d}"
@@ -145,12 +183,16 @@ class FakeRouter:
             yield from _response_events(seen.body, params)
             return
         chunks = list(self._chunks(seen))
+        if self.error_event is not None:
+            yield from map(_event, [*chunks[:-1], {"error": self.error_event}])
+            return
         if self.breaks_off:
             yield from map(_event, [*chunks[:-2], {**chunks[-2], **_held(params)}])
             return
         chunks[-1] |= _held(params)
         yield from map(_event, chunks)
-        yield b"data: [DONE]\n\n"
+        if not self.omits_done:
+            yield b"data: [DONE]\n\n"
 
     def _chunks(self, seen: Seen) -> Iterator[dict[str, Any]]:
         body = seen.body

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 from e2e.test_sdk_fake import PLAN, FakeRouter
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    HumanMessage,
+    ToolMessage,
+)
 from langchain_core.runnables import RunnableConfig, RunnableLambda
 from langchain_core.tools import tool
 from pydantic import BaseModel
@@ -288,3 +293,47 @@ def test_the_return_mode_is_sent() -> None:
     _model(router, returns="off").invoke("hi", CONFIG)
 
     assert router.seen[0].headers["x-kvloom-return"] == "off"
+
+
+def test_a_model_is_told_who_carries_and_how() -> None:
+    """The options of the OpenAI clients are the model's, under shorter names."""
+    router = FakeRouter()
+    for options in ({"carry": "router"}, {"carry": "off"}, {"dialect": "dynamo"}):
+        model = _model(router, **options)
+        model.invoke("hi", CONFIG)
+        model.invoke(
+            [HumanMessage("hi"), AIMessage("four"), HumanMessage("on")], CONFIG
+        )
+
+    conversations = [seen.conversation for seen in router.seen]
+    assert conversations == [ID, ID, None, None, ID, ID]
+    assert [seen.handle for seen in router.seen] == [None] * 6
+    assert router.seen[-1].headers["x-dynamo-session-id"] == ID
+    with pytest.raises(ValueError, match="dialect"):
+        _model(router, dialect="nonsense")
+
+
+def test_the_tools_times_are_told_to_the_router() -> None:
+    """From the second round of tools on, the router knows how long they take."""
+    router = FakeRouter(script=lambda body: _asks_tool())
+    model = _model(router).bind_tools([_add])
+    messages: list[Any] = [HumanMessage("add")]
+
+    for _ in range(3):
+        answer = model.invoke(messages, CONFIG)
+        router.clock.now += 5.0  # the tool runs
+        messages += [answer, ToolMessage("3", tool_call_id="call-1")]
+
+    told = [seen.headers.get("x-kvloom-expected-return") for seen in router.seen]
+    assert told == [None, "5.000", "5.000"]
+
+
+def test_sync_and_async_calls_share_their_handles() -> None:
+    """A turn taken with ``invoke`` is gone on with by ``ainvoke``."""
+    router = FakeRouter()
+    model = _model(router)
+
+    answer = model.invoke("hi", CONFIG)
+    asyncio.run(model.ainvoke([HumanMessage("hi"), answer, HumanMessage("on")], CONFIG))
+
+    assert router.seen[1].handle == next(iter(router.issued))

@@ -1,10 +1,15 @@
 """Plain kvloom clients inside LangGraph's graphs, against a fake router."""
 
 import asyncio
+import contextvars
+import threading
+import warnings
 from collections.abc import Callable
 from operator import add
+from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
+import openai
 import pytest
 from e2e.test_sdk_fake import FakeRouter
 from langchain.agents import create_agent
@@ -188,6 +193,112 @@ def test_the_middleware_serves_agents_with_other_models(is_async: bool) -> None:
 
     expected = conversation_id(namespace="app", thread="t", lane="model")
     assert [seen.conversation for seen in router.seen] == [expected]
+
+
+class Ask(threading.Thread):
+    """A thread that is started by hand, in whatever context it was given."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__()
+        self._ask = ask
+        self.warned: list[str] = []
+
+    def run(self) -> None:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            self._ask()
+        self.warned = [str(w.message) for w in caught]
+
+
+def _in_thread(ask: Callable[[], Any]) -> list[str]:
+    thread = Ask(ask)
+    thread.start()
+    thread.join()
+    return thread.warned
+
+
+def test_a_thread_started_by_hand_is_warned_of_once() -> None:
+    """It knows no conversation; I am told so, and what to do about it."""
+    router = FakeRouter()
+    client = _client(router)
+    warned: list[list[str]] = []
+
+    def ask(**options: Any) -> Any:
+        return client.chat.completions.create(model="m", messages=[], **options)
+
+    def speak(_: State) -> dict[str, list[str]]:
+        warned.append(_in_thread(ask))
+        warned.append(_in_thread(ask))
+        return {"said": []}
+
+    wrap(_graph(speak)).invoke({"said": []}, CONFIG)
+
+    (first,), second = warned
+    assert "copy_context().run" in first
+    assert second == []
+    assert [seen.conversation for seen in router.seen] == [None, None]
+
+
+def test_a_thread_that_was_given_a_context_is_in_the_conversation() -> None:
+    """What the warning advises works, and is not warned of."""
+    router = FakeRouter()
+    client = _client(router)
+    warned: list[str] = []
+
+    def ask(**options: Any) -> Any:
+        return client.chat.completions.create(model="m", messages=[], **options)
+
+    def speak(_: State) -> dict[str, list[str]]:
+        context = contextvars.copy_context()
+        warned.extend(_in_thread(lambda: context.run(ask)))
+        meant = {"X-Session-ID": openai.Omit()}
+        warned.extend(_in_thread(lambda: ask(extra_headers=meant)))
+        return {"said": []}
+
+    wrap(_graph(speak)).invoke({"said": []}, CONFIG)
+
+    assert warned == []
+    assert [seen.conversation for seen in router.seen] == [_id("talk"), None]
+
+
+@pytest.mark.parametrize("store", ["memory", "sqlite"])
+def test_time_travel_takes_no_handle_of_another_branch(
+    store: str, tmp_path: Path
+) -> None:
+    """Going back and on differently, each branch continues its own history."""
+    router = FakeRouter()
+    handles: kvloom.HandleStore = kvloom.MemoryStore()
+    if store == "sqlite":
+        handles = kvloom.SQLiteStore(tmp_path / "handles.sqlite")
+    client = OpenAI(
+        base_url="http://fake/v1",
+        api_key="k",
+        http_client=router.client(),
+        kvloom_store=handles,
+    )
+
+    def speak(state: State) -> dict[str, list[str]]:
+        messages: list[Any] = [{"role": "user", "content": t} for t in state["said"]]
+        client.chat.completions.create(model="m", messages=messages)
+        return {"said": ["answer"]}
+
+    graph = wrap(_graph(speak))
+    graph.invoke({"said": ["one"]}, CONFIG)
+    fork = graph.get_state(CONFIG).config
+    graph.invoke({"said": ["two"]}, CONFIG)
+    main_end = graph.get_state(CONFIG).config
+    graph.invoke({"said": ["other"]}, fork)
+    graph.invoke({"said": ["further"]}, CONFIG)
+    graph.invoke({"said": ["three"]}, main_end)
+
+    first, second, other, further, third = router.seen
+    issued = list(router.issued)
+    assert first.handle is None
+    assert second.handle == issued[0]
+    assert other.handle is None, "what it continues was used by the first branch"
+    assert further.handle == issued[2]
+    assert third.handle == issued[1]
+    if isinstance(handles, kvloom.SQLiteStore):
+        handles.close()
 
 
 def test_any_process_computes_the_same_id() -> None:

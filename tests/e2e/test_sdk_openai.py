@@ -1,18 +1,15 @@
 """kvloom's OpenAI clients against a fake router, and what its users rely on."""
 
-import asyncio
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import openai
 import pytest
-from e2e.test_sdk_fake import IS_OPENAI_3, FakeRouter, http
+from e2e.test_sdk_fake import FakeRouter, http
 
 import kvloom
 from kvloom.openai import AsyncOpenAI, OpenAI, report
 from kvloom.protocol import conversation_id
+from kvloom.telemetry import Carried, Ending, Event, TurnEnded, TurnStarted
 
 URL = "http://fake/v1"
 HELLO: list[Any] = [{"role": "user", "content": "2 + 2?"}]
@@ -102,6 +99,61 @@ def test_a_stream_that_broke_off_leaves_no_handle() -> None:
         _create_stream(client, NEXT)
 
     assert router.seen[1].handle is None
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_a_stream_without_done_leaves_no_handle(is_raw: bool) -> None:
+    """Only ``[DONE]`` says that a stream was whole, finish and handle or not."""
+    router = FakeRouter(omits_done=True)
+    client = _client(router)
+
+    with client.conversation("t"):
+        if is_raw:
+            calls = client.chat.completions.with_streaming_response
+            with calls.create(model="m", messages=HELLO, stream=True) as response:
+                assert "kv_transfer_params" in list(response.iter_lines())[-2]
+        else:
+            _create_stream(client, HELLO)
+        _create(client, NEXT)
+
+    assert router.seen[1].handle is None
+
+
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_no_chunk_waits_for_the_next(is_raw: bool) -> None:
+    """What has arrived is mine at once; nothing is held back to be looked at."""
+    router = FakeRouter()
+    client = _client(router)
+
+    with client.conversation("t"):
+        if is_raw:
+            calls = client.chat.completions.with_streaming_response
+            with calls.create(model="m", messages=HELLO, stream=True) as response:
+                taken = [router.pulled for _ in response.iter_bytes()]
+        else:
+            stream = client.chat.completions.create(
+                model="m", messages=HELLO, stream=True
+            )
+            taken = [router.pulled for _ in stream]
+
+    assert taken == list(range(1, len(taken) + 1))
+
+
+def test_a_raw_stream_tells_its_time_to_first_token() -> None:
+    """Also where nobody parses, the report knows the wait."""
+    router = FakeRouter(ttft_s=0.25)
+    client = _client(router, kvloom_clock=router.clock)
+    calls = client.chat.completions.with_streaming_response
+
+    with (
+        client.conversation("t"),
+        calls.create(model="m", messages=HELLO, stream=True) as response,
+    ):
+        list(response.iter_lines())
+
+    told = report(response)
+    assert told is not None
+    assert told.ttft_s == 0.25
 
 
 def test_an_answer_that_the_engine_aborted_leaves_no_handle() -> None:
@@ -268,107 +320,34 @@ def test_our_clients_are_openais() -> None:
         assert client.with_options(timeout=1).__class__ is OpenAI
 
 
-def test_conversations_never_see_each_others_handles() -> None:
-    """However a hundred conversations interleave, no handle crosses over."""
-    router = FakeRouter()
-
-    async def talk(client: AsyncOpenAI, thread: str) -> None:
-        messages: list[Any] = [{"role": "user", "content": "the same for all"}]
-        with client.conversation(thread):
-            for _ in range(4):
-                await asyncio.sleep(0)
-                answer = await _a_create(client, messages)
-                text = answer.choices[0].message.content
-                messages += [{"role": "assistant", "content": text}, HELLO[0]]
-
-    async def all_talk() -> None:
-        client = _async_client(router)
-        await asyncio.gather(*(talk(client, str(n)) for n in range(100)))
-
-    asyncio.run(all_talk())
-
-    carried = [seen for seen in router.seen if seen.handle]
-    assert len(carried) == 300
-    assert all(router.issued[s.handle] == s.conversation for s in carried if s.handle)
-    assert len({seen.handle for seen in carried}) == 300, "each is used once"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """The fake router behind a real socket."""
-
-    router: FakeRouter
-
-    def do_POST(self) -> None:
-        content = self.rfile.read(int(self.headers["content-length"]))
-        request = http.Request(
-            "POST",
-            f"http://fake{self.path}",
-            content=content,
-            headers=dict(self.headers),
-        )
-        answer = self.router(request)
-        self.send_response(answer.status_code)
-        for name, value in answer.headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(answer.content)
-
-    def log_message(self, *_: object) -> None:
-        """Tests are quiet."""
-
-
-@pytest.fixture
-def served() -> Iterator[tuple[FakeRouter, str]]:
-    """A fake router and its URL."""
-    router = FakeRouter()
-    handler = type("Handler", (_Handler,), {"router": router})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield router, f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-        thread.join()
-
-
-def test_it_works_over_a_real_socket(served: tuple[FakeRouter, str]) -> None:
-    """A real transport sends the same, and nothing of our own bookkeeping."""
-    router, url = served
-
-    async def go_on() -> None:
-        async with AsyncOpenAI(base_url=url, api_key="k", kvloom_store=store) as client:
-            with client.conversation("t"):
-                await _a_stream(client, NEXT)
-
-    store = kvloom.MemoryStore()
-    with (
-        OpenAI(base_url=url, api_key="k", kvloom_store=store) as client,
-        client.conversation("t"),
-    ):
-        _create_stream(client, HELLO)
-    asyncio.run(go_on())
-
-    assert [seen.conversation for seen in router.seen] == [ID, ID]
-    assert router.seen[1].handle == next(iter(router.issued))
-
-
-def test_a_raw_answer_that_nobody_parses_carries_the_conversation() -> None:
-    """Raw lines reach me untouched; such a turn leaves no handle behind."""
-    router = FakeRouter()
-    client = _client(router)
-    calls = client.chat.completions.with_streaming_response
+def test_an_answer_that_is_there_at_once_is_carried_too() -> None:
+    """A mock transport of my own tests hands over whole streams: they count."""
+    content = (
+        b'data: {"id": "1", "object": "chat.completion.chunk", "created": 1, '
+        b'"model": "m", "choices": [{"index": 0, "delta": {"content": "four"}, '
+        b'"finish_reason": "stop"}]}\n\n'
+        b'data: {"id": "1", "object": "chat.completion.chunk", "created": 1, '
+        b'"model": "m", "choices": [], "kv_transfer_params": '
+        b'{"kvloom": "kvl1.0123456789abcdef"}}\n\ndata: [DONE]\n\n'
+    )
+    headers = {"content-type": "text/event-stream"}
+    events: list[Event] = []
+    client = OpenAI(
+        base_url=URL,
+        api_key="k",
+        kvloom_events=events.append,
+        http_client=http.Client(
+            transport=http.MockTransport(
+                lambda _: http.Response(200, content=content, headers=headers)
+            )
+        ),
+    )
 
     with client.conversation("t"):
-        with calls.create(model="m", messages=HELLO, stream=True) as response:
-            lines = list(response.iter_lines())
-        _create(client, NEXT)
+        for messages in (HELLO, NEXT):
+            assert _create_stream(client, messages)
 
-    assert lines[-2:] == ["data: [DONE]", ""]
-    assert [(s.conversation, s.handle) for s in router.seen] == [(ID, None)] * 2
-
-
-def test_the_private_hooks_are_where_we_found_them() -> None:
-    """This openai calls the hooks we override; if not, this says so first."""
-    for base in (openai.OpenAI, openai.AsyncOpenAI):
-        assert callable(base._build_request)
-        assert callable(base._process_response_data)
-    assert IS_OPENAI_3 or openai.__version__.startswith("2.")
+    started = [e.carried for e in events if isinstance(e, TurnStarted)]
+    ended = [(e.ending, e.has_handle) for e in events if isinstance(e, TurnEnded)]
+    assert started == [Carried.NOTHING_FITS, Carried.HANDLE]
+    assert ended == [(Ending.CLEAN, True)] * 2

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 import kvloom
 from kvloom import MemoryStore, TurnReport
-from kvloom._carry import Carrier, Outgoing, Ticket
+from kvloom._carry import Carrier, Ticket
 from kvloom._conversation import Conversation, conversation, current
+from kvloom._outgoing import Outgoing
 from kvloom._thread import conversation_in, lane_of
 from kvloom._turn import Turn
 from kvloom.protocol import (
@@ -140,6 +142,25 @@ def test_a_handle_is_kept_only_after_a_clean_end(steps: list[str | None]) -> Non
     assert bool(taken) == ("stop" in clean and "held" in clean)
 
 
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.lists(st.sampled_from(["stop", "held", "done", "text", "junk"]), max_size=8))
+def test_only_done_ends_a_stream_of_chunks(steps: list[str]) -> None:
+    """A stream that stops before ``[DONE]`` leaves no handle, whatever it said."""
+    events = {
+        "stop": json.dumps(_chunk("stop")).encode(),
+        "held": json.dumps(HELD).encode(),
+        "done": b"[DONE]",
+        "text": json.dumps({"choices": [{"delta": {"content": "x"}}]}).encode(),
+        "junk": b'{"choices": [{"delta',
+    }
+    turn = Turn(num_choices=1, is_streamed=True, started_at=1.0, needs_done=True)
+    for step in steps:
+        turn.see_payload(events[step], now=2.0)
+
+    assert bool(turn.take_handle()) == ({"stop", "held", "done"} <= set(steps))
+    assert turn.text == "x" * steps.count("text")
+
+
 def test_all_choices_must_finish() -> None:
     """With ``n=2`` the first choice's end is not the answer's."""
     turn = _turn(num_choices=2)
@@ -227,32 +248,39 @@ def _outgoing(talk: Talk, *, attempt: int = 0) -> Outgoing:
     )
 
 
-steps = st.lists(
-    st.tuples(st.integers(0, 5), st.sampled_from(["ask", "end", "retry"])),
-    max_size=60,
-)
-
-
 @settings(deadline=None)  # a busy machine is no failure
-@given(steps)
+@given(
+    st.integers(1, 1000),
+    st.lists(
+        st.tuples(
+            st.integers(0, 999),
+            st.sampled_from(["ask", "ask", "end", "end", "leave", "retry"]),
+        ),
+        max_size=200,
+    ),
+)
 def test_no_interleaving_lets_a_handle_cross_over(
-    steps: list[tuple[int, str]],
+    num_talks: int, steps: list[tuple[int, str]]
 ) -> None:
-    """Whoever asks, retries and finishes when, every handle stays at home."""
+    """Of up to a thousand conversations, whoever asks, leaves, retries and finishes
+    when: every handle stays at home and is sent once."""
     store = MemoryStore()
     carrier = Carrier(store=store, clock=lambda: 1.0)
-    talks = [Talk(name=f"conversation-{n}") for n in range(6)]
+    talks = [Talk(name=f"conversation-{n}") for n in range(num_talks)]
     waiting: list[tuple[Talk, Ticket]] = []
     sent: set[str] = set()
     for number, (who, what) in enumerate(steps):
-        if what == "end" and waiting:
+        if what in ("end", "leave"):
+            if not waiting:
+                continue
             talk, ticket = waiting.pop(who % len(waiting))
-            handle = f"kvl1.{number:016d}"
-            talk.handles.add(handle)
-            answer = {**_chunk("stop"), KV_TRANSFER_PARAMS: carry(handle)}
-            carrier.capture(ticket, answer, plan=None)
+            if what == "end":
+                handle = f"kvl1.{number:016d}"
+                talk.handles.add(handle)
+                answer = {**_chunk("stop"), KV_TRANSFER_PARAMS: carry(handle)}
+                carrier.capture(ticket, answer, plan=None)
         else:
-            talk = talks[who]
+            talk = talks[who % num_talks]
             talk.messages.append({"role": "user", "content": "the same"})
             added = carrier.attach(_outgoing(talk, attempt=what == "retry"))
             waiting.append((talk, added.ticket))
@@ -275,12 +303,26 @@ def test_the_public_surface_is_what_it_says() -> None:
         _ = kvloom.nonsense
 
 
-@pytest.mark.parametrize("module", ["openai", "langchain", "langgraph"])
+INTEGRATIONS = ["openai", "langchain", "langgraph", "httpx", "telemetry", "otel"]
+
+
+@pytest.mark.parametrize("module", INTEGRATIONS)
 def test_integrations_offer_what_they_say(module: str) -> None:
-    """The integrations' ``__all__`` can be imported."""
-    loaded = __import__(f"kvloom.{module}", fromlist=["__all__"])
+    """What an integration defines for the public is its ``__all__``, and all of
+    that can be imported."""
+    loaded = import_module(f"kvloom.{module}")
 
     assert all(getattr(loaded, name) for name in loaded.__all__)
+    assert sorted(set(loaded.__all__), key=str.lower) == sorted(
+        loaded.__all__, key=str.lower
+    )
+    defined = {
+        name
+        for name, value in vars(loaded).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", "") == loaded.__name__
+    }
+    assert defined <= set(loaded.__all__)
 
 
 THIRD_PARTIES = (
@@ -295,8 +337,10 @@ THIRD_PARTIES = (
         ("import kvloom", ""),
         ("import kvloom.protocol", ""),
         ("import kvloom; kvloom.conversation; kvloom.MemoryStore", ""),
+        ("import kvloom; kvloom.SQLiteStore; import kvloom.telemetry", ""),
+        ("import kvloom.httpx", "httpx"),
         ("import kvloom.langgraph", ""),
-        ("import kvloom.openai", "openai httpx httpx2 pydantic"),
+        ("import kvloom.openai", "openai httpx httpx2 pydantic tenacity"),
         (
             "import kvloom.langchain",
             "openai httpx httpx2 pydantic langchain_core tenacity",

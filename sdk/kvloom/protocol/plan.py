@@ -14,6 +14,10 @@ CONVERSATION_HEADER: Final = "X-Session-ID"
 RETURN_MODE_HEADER: Final = "X-KVLoom-Return"
 """A :class:`ReturnMode` for this request, over the router's own setting."""
 
+EXPECTED_RETURN_HEADER: Final = "X-KVLoom-Expected-Return"
+"""Seconds, as a decimal number: how long after this turn's end the client expects
+the next one, should the answer end in tool calls."""
+
 PLAN_HEADER: Final = "X-KVLoom-Plan"
 """The :class:`PlanReport` of an answered turn."""
 

@@ -1,0 +1,59 @@
+"""The errors of a stream that broke after its answer had begun.
+
+They are openai's own errors, with what had been said until then. Nothing is sent
+again by itself: the caller has shown these words to somebody already.
+
+    openai.APIError
+     └── TurnInterruptedError            the server said so in an error event
+          └── TurnConnectionError        is an openai.APIConnectionError, too
+               └── TurnTimeoutError      is an openai.APITimeoutError, too
+"""
+
+from typing import Any
+
+import openai
+
+from ._follow import Follower, StreamError
+
+
+class TurnInterruptedError(openai.APIError):
+    """An answer broke off after it had begun.
+
+    Attributes:
+        partial_text: what the first choice had said; empty when it had not.
+    """
+
+    def __init__(
+        self, message: str, *, request: Any, body: object, partial_text: str
+    ) -> None:
+        openai.APIError.__init__(self, message, request, body=body)
+        self.partial_text = partial_text
+
+
+class TurnConnectionError(TurnInterruptedError, openai.APIConnectionError):
+    """The connection to the server was lost in the middle of an answer."""
+
+
+class TurnTimeoutError(TurnConnectionError, openai.APITimeoutError):
+    """The server sent nothing more for longer than the read timeout."""
+
+
+def interruption(
+    request: Any, follower: Follower, cause: Exception | StreamError
+) -> TurnInterruptedError:
+    """The error that says how an answer broke off."""
+    if isinstance(cause, StreamError):
+        message = str(cause.body.get("message") or "the server gave no reason")
+        return TurnInterruptedError(
+            message, request=request, body=cause.body, partial_text=cause.text
+        )
+    # httpx and httpx2 each have a class of that name.
+    is_timeout = any(c.__name__ == "TimeoutException" for c in type(cause).__mro__)
+    kind = TurnTimeoutError if is_timeout else TurnConnectionError
+    what = "the server fell silent" if is_timeout else "the connection was lost"
+    return kind(
+        f"{what} in the middle of an answer",
+        request=request,
+        body=None,
+        partial_text=follower.turn.text,
+    )

@@ -1,0 +1,183 @@
+"""The one layer of retries that a turn has.
+
+In a conversation it stands in for openai's own, so that nothing is multiplied:
+``max_retries`` means what it always did. It repeats what openai repeats, and never
+an answer that has begun. The conversation ID stays, the handle does not.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from email.utils import mktime_tz, parsedate_tz
+from typing import Any, Final
+
+import openai
+import tenacity
+
+from ._byte_stream import partial_text_of
+from ._interrupted import TurnInterruptedError
+from .telemetry import Event, TurnRetried
+
+MAX_WAIT_S: Final = 120.0
+"""A server that asks for a longer wait is not asked again (openai's own bound)."""
+
+_REPEATABLE: Final = frozenset({408, 409, 429})
+"""And all from 500 on; openai's own choice."""
+
+_BACKOFF: Final = tenacity.wait_combine(
+    tenacity.wait_exponential(multiplier=0.5, max=8.0), tenacity.wait_random(0.0, 0.5)
+)
+"""Seconds, where the server names none."""
+
+_ATTEMPTS: Final = "kvloom_attempts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    max_attempts: int | None = None
+    waits: bool = True
+
+
+_RULES: ContextVar[_Rules | None] = ContextVar("kvloom_retries", default=None)
+
+_ATTEMPT: ContextVar[int] = ContextVar("kvloom_attempt", default=0)
+
+
+@contextmanager
+def retries(*, max_attempts: int | None = None, waits: bool = True) -> Iterator[None]:
+    """How kvloom's clients retry in this block; for tests.
+
+    Args:
+        max_attempts: of one turn at most, whatever ``max_retries`` says; 1 is none.
+        waits: ``False`` repeats at once.
+
+    Raises:
+        ValueError: ``max_attempts`` is below 1.
+    """
+    if max_attempts is not None and max_attempts < 1:
+        raise ValueError("max_attempts must be at least 1: the first try is one")
+    token = _RULES.set(_Rules(max_attempts=max_attempts, waits=waits))
+    try:
+        yield
+    finally:
+        _RULES.reset(token)
+
+
+@contextmanager
+def attempting(attempt: int) -> Iterator[None]:
+    """Requests that are built in this block are that attempt."""
+    token = _ATTEMPT.set(attempt)
+    try:
+        yield
+    finally:
+        _ATTEMPT.reset(token)
+
+
+def attempt_now() -> int:
+    """0, and then one more with each retry."""
+    return _ATTEMPT.get()
+
+
+def plan_of(
+    num_attempts: int, tell: Callable[[Event], None], sleep: Any, no_sleep: Any
+) -> dict[str, Any]:
+    """Tenacity's arguments for one turn.
+
+    Args:
+        num_attempts: at most, the first included.
+        tell: is told of each repetition.
+        sleep: waits so many seconds.
+        no_sleep: takes its place where tests do not wait.
+    """
+    rules = _RULES.get() or _Rules()
+    limit = min(num_attempts, rules.max_attempts or num_attempts)
+
+    def told(state: tenacity.RetryCallState) -> None:
+        wait_s = state.next_action.sleep if state.next_action else 0.0
+        tell(TurnRetried(attempt=state.attempt_number - 1, wait_s=wait_s))
+
+    return {
+        "stop": tenacity.stop_after_attempt(limit),
+        "wait": _wait_of,
+        "retry": tenacity.retry_if_exception(is_repeatable),
+        "before_sleep": told,
+        "sleep": sleep if rules.waits else no_sleep,
+        "reraise": True,
+    }
+
+
+def is_repeatable(error: BaseException) -> bool:
+    """Whether the same request may be sent again after ``error``."""
+    if isinstance(error, TurnInterruptedError):
+        return False
+    if isinstance(error, openai.APIStatusError):
+        return _allows_retry(error.status_code, error.response.headers)
+    return isinstance(error, openai.APIConnectionError)
+
+
+def is_worth_a_new_try(error: Exception) -> bool | None:
+    """What LangGraph should do about an error of a client; ``None`` for others.
+
+    What the client has retried already is not retried again, and a stream is
+    only when it has said nothing yet.
+    """
+    if isinstance(error, TurnInterruptedError):
+        return not error.partial_text
+    begun = (partial_text_of(e) for e in (error, error.__cause__))  # raw responses
+    said = next((text for text in begun if text is not None), None)
+    if said is not None:
+        return not said
+    if not isinstance(error, openai.OpenAIError):
+        return None
+    return num_attempts_of(error) <= 1 and is_repeatable(error)
+
+
+def note_attempts(error: Exception, num_attempts: int) -> None:
+    """Keeps with an error how often its request was sent."""
+    setattr(error, _ATTEMPTS, num_attempts)
+
+
+def num_attempts_of(error: Exception) -> int:
+    """How often one of kvloom's clients has sent the request that failed so."""
+    return int(getattr(error, _ATTEMPTS, 0))
+
+
+def retry_after_s(headers: Mapping[str, str], *, now: float) -> float | None:
+    """Seconds that a server asks to wait; ``None`` when it asks for none.
+
+    Args:
+        headers: ``Retry-After-Ms``, or ``Retry-After`` in seconds or as a date.
+        now: wall clock, seconds since 1970.
+    """
+    for name, per_s in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
+        try:
+            wait_s = float(headers.get(name, "")) / per_s
+        except ValueError:
+            continue
+        return wait_s if wait_s > 0 else None  # and not for NaN
+    date = parsedate_tz(headers.get("retry-after"))
+    try:
+        wait_s = 0.0 if date is None else mktime_tz(date) - now
+    except (OverflowError, ValueError):
+        return None
+    return wait_s if wait_s > 0 else None
+
+
+def _allows_retry(status: int, headers: Mapping[str, str]) -> bool:
+    wait_s = retry_after_s(headers, now=time.time())
+    if wait_s is not None and wait_s > MAX_WAIT_S:
+        return False
+    said = headers.get("x-should-retry")
+    if said in ("true", "false"):
+        return said == "true"
+    return status in _REPEATABLE or status >= 500
+
+
+def _wait_of(state: tenacity.RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    asked_s = None
+    if isinstance(error, openai.APIStatusError):
+        asked_s = retry_after_s(error.response.headers, now=time.time())
+    return _BACKOFF(state) if asked_s is None else asked_s

@@ -1,0 +1,263 @@
+"""Retries of kvloom's clients: one layer, bounded, and never of a begun answer."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from e2e.test_sdk_calls import HELLO, ID, NEXT, URL
+from e2e.test_sdk_fake import FakeRouter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvloom
+from kvloom import _retry
+from kvloom.openai import (
+    AsyncOpenAI,
+    OpenAI,
+    TurnConnectionError,
+    TurnInterruptedError,
+    TurnTimeoutError,
+)
+from kvloom.telemetry import Event, TurnFailed, TurnRetried
+
+WORKER_DIED = {"message": "the decode engine died", "type": "server_error"}
+
+
+@pytest.fixture(autouse=True)
+def at_once() -> Iterator[None]:
+    """No test of this file waits."""
+    with kvloom.retries(waits=False):
+        yield
+
+
+def _client(router: FakeRouter, **options: Any) -> OpenAI:
+    return OpenAI(base_url=URL, api_key="k", http_client=router.client(), **options)
+
+
+def _ask(client: Any, messages: list[Any] = HELLO, **options: Any) -> Any:
+    return client.chat.completions.create(model="m", messages=messages, **options)
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 4])
+def test_the_attempts_of_a_turn_are_bounded(max_retries: int) -> None:
+    """A server that never recovers sees exactly ``max_retries + 1`` requests."""
+    router = FakeRouter(failures=[503] * 50)
+    client = _client(router, max_retries=max_retries)
+
+    with client.conversation("t"), pytest.raises(openai.InternalServerError):
+        _ask(client)
+
+    assert len(router.seen) == max_retries + 1
+    counts = [seen.headers["x-stainless-retry-count"] for seen in router.seen]
+    assert counts == [str(n) for n in range(max_retries + 1)]
+    assert {seen.conversation for seen in router.seen} == {ID}
+
+
+def test_the_attempts_of_an_asynchronous_turn_are_bounded() -> None:
+    """So it is for the async client, also when one call says its own number."""
+    router = FakeRouter(failures=[429] * 50)
+    client = AsyncOpenAI(base_url=URL, api_key="k", http_client=router.async_client())
+
+    async def ask() -> None:
+        with client.conversation("t"):
+            await client.with_options(max_retries=3).chat.completions.create(
+                model="m", messages=HELLO
+            )
+
+    with pytest.raises(openai.RateLimitError):
+        asyncio.run(ask())
+
+    assert len(router.seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "is_repeated"),
+    [
+        (500, {}, True),
+        (409, {}, True),
+        (408, {}, True),
+        (429, {}, True),
+        (400, {}, False),
+        (401, {}, False),
+        (404, {}, False),
+        (422, {}, False),
+        (400, {"x-should-retry": "true"}, True),
+        (503, {"x-should-retry": "false"}, False),
+        (503, {"retry-after-ms": "", "retry-after": "121"}, False),
+        (503, {"retry-after-ms": "", "retry-after": "120"}, True),
+    ],
+)
+def test_only_what_may_go_away_is_repeated(
+    status: int, headers: dict[str, str], is_repeated: bool
+) -> None:
+    """A refusal is final; trouble is not; a server that says which is obeyed."""
+    router = FakeRouter(failures=[status], headers=headers)
+    client = _client(router)
+
+    with client.conversation("t"):
+        if is_repeated:
+            _ask(client)
+        else:
+            with pytest.raises(openai.APIStatusError):
+                _ask(client)
+
+    assert len(router.seen) == 1 + is_repeated
+
+
+def test_the_server_says_how_long_to_wait() -> None:
+    """``Retry-After`` is waited for, to the millisecond, and told to events."""
+    events: list[Event] = []
+    router = FakeRouter(failures=[503, 503], headers={"retry-after-ms": "1500"})
+    client = _client(router, kvloom_events=events.append)
+
+    with client.conversation("t"):
+        _ask(client)
+
+    retried = [(e.attempt, e.wait_s) for e in events if isinstance(e, TurnRetried)]
+    assert retried == [(0, 1.5), (1, 1.5)]
+    failed = [(e.attempt, e.status) for e in events if isinstance(e, TurnFailed)]
+    assert failed == [(0, 503), (1, 503)]
+
+
+NOON = 1_764_417_600.0  # Sat, 29 Nov 2025 12:00:00 GMT
+
+
+@pytest.mark.parametrize(
+    ("headers", "wait_s"),
+    [
+        ({}, None),
+        ({"retry-after-ms": "250"}, 0.25),
+        ({"retry-after": "2.5"}, 2.5),
+        ({"retry-after-ms": "nonsense", "retry-after": "3"}, 3.0),
+        ({"retry-after": "Sat, 29 Nov 2025 12:00:07 GMT"}, 7.0),
+        ({"retry-after": "Sat, 29 Nov 2025 11:00:00 GMT"}, None),
+        ({"retry-after": "-1"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after": "soon"}, None),
+    ],
+)
+def test_every_form_of_retry_after_is_read(
+    headers: dict[str, str], wait_s: float | None
+) -> None:
+    """Milliseconds, seconds or a date; what is none of these asks for nothing."""
+    assert _retry.retry_after_s(headers, now=NOON) == wait_s
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.text(), st.text())
+def test_no_header_breaks_a_retry(ms: str, seconds: str) -> None:
+    """Whatever a server sends: a wait above zero, or none."""
+    wait_s = _retry.retry_after_s(
+        {"retry-after-ms": ms, "retry-after": seconds}, now=NOON
+    )
+    assert wait_s is None or wait_s > 0
+
+
+def test_tests_switch_retries_off() -> None:
+    """``kvloom.retries(max_attempts=1)`` shows a test the first error."""
+    router = FakeRouter(failures=[503])
+    client = _client(router)
+
+    with (
+        kvloom.retries(max_attempts=1),
+        client.conversation("t"),
+        pytest.raises(openai.InternalServerError),
+    ):
+        _ask(client)
+
+    assert len(router.seen) == 1
+    with pytest.raises(ValueError, match="at least 1"), kvloom.retries(max_attempts=0):
+        pass
+
+
+def test_without_a_conversation_the_retries_are_openais_own() -> None:
+    """Nothing changes outside of conversations."""
+    events: list[Event] = []
+    router = FakeRouter(failures=[503])
+    client = _client(router, kvloom_events=events.append)
+
+    _ask(client)
+
+    assert len(router.seen) == 2
+    assert events == []
+
+
+def _drop(router: FakeRouter) -> None:
+    router.drops_after = 3
+
+
+def _say_error(router: FakeRouter) -> None:
+    router.error_event = WORKER_DIED
+
+
+@pytest.mark.parametrize(
+    ("break_it", "kind", "text"),
+    [
+        (_drop, TurnConnectionError, "four"),
+        (_say_error, TurnInterruptedError, "four"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_begun_answer_is_never_sent_again(
+    break_it: Callable[[FakeRouter], None], kind: type, text: str, is_async: bool
+) -> None:
+    """It ends in an error that has what was said, one request, and no handle."""
+    router = FakeRouter()
+    break_it(router)
+    chunks: list[Any] = []
+    client = _client(router)
+
+    async def read() -> None:
+        client = AsyncOpenAI(
+            base_url=URL, api_key="k", http_client=router.async_client()
+        )
+        with client.conversation("t"):
+            stream = await _ask(client, stream=True)
+            async for chunk in stream:
+                chunks.append(chunk)  # noqa: PERF401 - what came before the error
+
+    def read_sync() -> None:
+        with client.conversation("t"):
+            for chunk in _ask(client, stream=True):
+                chunks.append(chunk)  # noqa: PERF402 - what came before the error
+
+    with pytest.raises(kind) as caught:
+        asyncio.run(read()) if is_async else read_sync()
+
+    error = caught.value
+    assert error.partial_text == text
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == text
+    assert isinstance(error, openai.APIError)
+    assert len(router.seen) == 1
+    router.drops_after = router.error_event = None
+    with client.conversation("t"):
+        _ask(client, NEXT)
+    assert router.seen[-1].handle is None
+
+
+def test_the_errors_of_a_broken_stream_are_openais() -> None:
+    """Whoever catches openai's errors catches these, and sees the server's words."""
+    assert issubclass(TurnConnectionError, openai.APIConnectionError)
+    assert issubclass(TurnTimeoutError, openai.APITimeoutError)
+    client = _client(FakeRouter(error_event=WORKER_DIED))
+
+    with client.conversation("t"), pytest.raises(openai.APIError) as caught:
+        list(_ask(client, stream=True))
+
+    assert caught.value.message == "the decode engine died"
+    assert caught.value.type == "server_error"
+
+
+def test_a_server_that_falls_silent_is_a_timeout() -> None:
+    """A read timeout in the middle of an answer is openai's timeout, typed."""
+    router = FakeRouter(drops_after=3)
+    router.drops_with = "ReadTimeout"
+    client = _client(router)
+
+    with client.conversation("t"), pytest.raises(TurnTimeoutError) as caught:
+        list(_ask(client, stream=True))
+
+    assert caught.value.partial_text == "four"
+    assert isinstance(caught.value, openai.APITimeoutError)

@@ -1,0 +1,236 @@
+"""Handles in a file: shared, lasting, bounded, and never in the way."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import settings
+from unit.test_sdk_store import KEY, StoreMachine, _history, _stored
+
+from kvloom import HandleStore, HandleStoreError, SQLiteStore
+from kvloom._store import HANDLE_TTL_S
+
+
+class Clock:
+    """A wall clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the store's file goes."""
+    return tmp_path / "handles.sqlite"
+
+
+def test_a_handle_survives_a_restart(path: Path) -> None:
+    """What one process kept, the next one finds, once."""
+    store = SQLiteStore(path)
+    store.put(KEY, _stored("h", "a"))
+    store.close()
+
+    again = SQLiteStore(path)
+
+    assert again.pop(KEY, _history("a", "b"), now=0) == "h"
+    assert again.pop(KEY, _history("a", "b"), now=0) is None
+    again.close()
+
+
+def test_a_handle_survives_a_kill(path: Path) -> None:
+    """A process that is killed with the file open loses nothing it had put."""
+    program = (
+        "import os, signal, sys; from kvloom import SQLiteStore;"
+        "from kvloom._history import history_of;"
+        "from kvloom._store import StoredHandle, StoreKey;"
+        "mark = history_of('/completions', {'prompt': 'a'}).mark();"
+        "kept = StoredHandle(handle='h', history=mark, received_at=0);"
+        "SQLiteStore(sys.argv[1]).put(StoreKey('e', 'm', 'c'), kept);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    died = subprocess.run([sys.executable, "-c", program, path], check=False)
+    assert died.returncode < 0
+
+    store = SQLiteStore(path)
+    with sqlite3.connect(path) as db:
+        assert db.execute("select handle from handles").fetchall() == [("h",)]
+    db.close()
+    store.close()
+
+
+def test_threads_and_stores_that_race_get_a_handle_once(path: Path) -> None:
+    """However many ask at the same moment, each handle goes to one of them."""
+    stores = [SQLiteStore(path, timeout_s=30) for _ in range(4)]
+    for n in range(8):
+        stores[n % 4].put(KEY, _stored(str(n), "a"))
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = pool.map(
+            lambda n: stores[n % 4].pop(KEY, _history("a"), now=0), range(64)
+        )
+        popped = [handle for handle in asked if handle]
+
+    assert sorted(popped) == [str(n) for n in range(8)]
+    for store in stores:
+        store.close()
+
+
+def test_processes_that_race_get_a_handle_once(path: Path) -> None:
+    """The same holds between processes."""
+    store = SQLiteStore(path, max_handles_each=100)
+    for n in range(40):
+        store.put(KEY, _stored(str(n), "a"))
+    program = (
+        "import sys; from kvloom import SQLiteStore;"
+        "from unit.test_sdk_store import KEY, _history;"
+        "store = SQLiteStore(sys.argv[1], timeout_s=30);"
+        "print(*[store.pop(KEY, _history('a'), now=0) for _ in range(15)])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, path],
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    said = " ".join(process.communicate()[0] for process in running).split()
+
+    popped = [handle for handle in said if handle != "None"]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert sorted(popped, key=int) == [str(n) for n in range(40)]
+    store.close()
+
+
+def test_a_forked_worker_uses_a_connection_of_its_own(path: Path) -> None:
+    """A server that forks its workers after opening the store may go on."""
+    store = SQLiteStore(path)
+    store.put(KEY, _stored("parent", "a"))
+    child = os.fork()
+    if child == 0:
+        ok = store.pop(KEY, _history("a"), now=0) == "parent"
+        store.put(KEY, _stored("child", "a"))
+        os._exit(0 if ok else 1)
+
+    assert os.waitpid(child, 0)[1] == 0
+    assert store.pop(KEY, _history("a"), now=0) == "child"
+    store.close()
+
+
+def test_expired_handles_leave_the_file(path: Path) -> None:
+    """A handle is not given out after its time, and its row goes."""
+    clock = Clock()
+    store = SQLiteStore(path, clock=clock)
+    store.put(KEY, _stored("old", "a"))
+    clock.now += HANDLE_TTL_S
+
+    assert store.pop(KEY, _history("a"), now=0) is None
+    store.put(KEY._replace(model="other"), _stored("new", "a"))
+    with sqlite3.connect(path) as db:
+        assert db.execute("select handle from handles").fetchall() == [("new",)]
+    db.close()
+    store.close()
+
+
+def test_a_store_is_bounded(path: Path) -> None:
+    """A full file forgets the oldest, and one conversation cannot fill it."""
+    store = SQLiteStore(path, max_handles=5, max_handles_each=2)
+    for n in range(4):
+        store.put(KEY, _stored(f"same-{n}", "a"))
+        store.check_integrity()
+    for n in range(6):
+        store.put(KEY._replace(conversation_id=str(n)), _stored(f"other-{n}", "a"))
+        store.check_integrity()
+
+    assert store.pop(KEY, _history("a"), now=0) is None
+    last = KEY._replace(conversation_id="5")
+    assert store.pop(last, _history("a"), now=0) == "other-5"
+    store.close()
+
+
+def test_the_file_tells_nothing_to_others(path: Path) -> None:
+    """Only its owner reads it, and it names neither endpoint nor conversation."""
+    store = SQLiteStore(path)
+    store.put(KEY._replace(endpoint="http://user:password@host"), _stored("h", "a"))
+
+    files = sorted(path.parent.iterdir())
+    assert [file.stat().st_mode & 0o077 for file in files] == [0] * len(files)
+    content = b"".join(file.read_bytes() for file in files)
+    assert b"password" not in content
+    assert KEY.conversation_id.encode() not in content
+    assert repr(store) == "SQLiteStore('handles.sqlite')"
+    assert isinstance(store, HandleStore)
+    store.close()
+
+
+def test_somebody_elses_database_is_left_alone(path: Path) -> None:
+    """A wrong path is an error at once, and the file stays as it was."""
+    with sqlite3.connect(path) as db:
+        db.execute("create table mine (a)")
+    db.close()
+    before = path.read_bytes()
+
+    with pytest.raises(ValueError, match="a file of its own"):
+        SQLiteStore(path)
+    assert path.read_bytes() == before
+
+    path.write_text("this is no database at all, but a letter to somebody" * 20)
+    with pytest.raises(HandleStoreError, match=r"handles.sqlite cannot be used"):
+        SQLiteStore(path)
+
+
+def test_a_folder_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    """A store that cannot be made is no silent loss of every handle."""
+    with pytest.raises(HandleStoreError, match="cannot be used"):
+        SQLiteStore(tmp_path / "missing" / "handles.sqlite")
+    with pytest.raises(ValueError, match="above zero"):
+        SQLiteStore(tmp_path / "handles.sqlite", max_handles=0)
+
+
+def test_a_store_that_is_locked_says_so_in_bounded_time(path: Path) -> None:
+    """Another process that holds the file costs the handle, not the turn."""
+    store = SQLiteStore(path, timeout_s=0.01)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("begin immediate")
+
+    with pytest.raises(HandleStoreError, match="locked"):
+        store.pop(KEY, _history("a"), now=0)
+
+    holder.execute("rollback")
+    holder.close()
+    store.put(KEY, _stored("h", "a"))
+    assert store.pop(KEY, _history("a"), now=0) == "h"
+    store.close()
+
+
+class SQLiteMachine(StoreMachine):
+    """Any order of turns, forks and waits: as the store in memory does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = TemporaryDirectory()
+        self.store = SQLiteStore(
+            Path(self.folder.name) / "handles.sqlite",
+            max_handles=1000,
+            max_handles_each=1000,
+            ttl_s=10,
+            clock=lambda: self.now,
+        )
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.folder.cleanup()
+
+
+TestSQLite = SQLiteMachine.TestCase
+TestSQLite.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
