@@ -11,7 +11,9 @@ from kvloom.protocol import (
     awaited_of,
     confirm_at_of,
     handover,
+    is_warm_up,
     lease_of,
+    min_tokens_of,
     prompt_mark_of,
     turn_of,
 )
@@ -212,7 +214,13 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             ref = lease_of(params)
             if ref is None or not self._can_return(request):
                 return None
-            self._returns.begin(request_id, ref, self._prove(request), now=now)
+            self._returns.begin(
+                request_id,
+                ref,
+                self._prove(request),
+                now=now,
+                min_tokens=min_tokens_of(params),
+            )
         return self._returns.look(request_id, num_local=num_local, now=now)
 
     def _can_return(self, request: Any) -> bool:
@@ -305,7 +313,10 @@ class LeasingScheduler(NixlPullConnectorScheduler):
     def _hand_over(
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        delay_free, params = super().request_finished(request, block_ids)
+        if is_warm_up(request.kv_transfer_params):
+            delay_free, params = False, self._keep_nothing(request)
+        else:
+            delay_free, params = super().request_finished(request, block_ids)
         self._num_local.pop(request.request_id, None)
         is_offered = self._returns.knows(request.request_id)
         outcome = self._returns.finish(request.request_id)
@@ -323,6 +334,14 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         return bool(delay_free), handover(
             params, outcome=outcome, prompt_mark=mark, confirm_at=self._confirm_at
         )
+
+    def _keep_nothing(self, request: Any) -> dict[str, Any]:
+        """End a warm-up as stock code ends an aborted request: its blocks are
+        cached, and wait for no decode engine."""
+        self._stop_heartbeat(request.request_id)
+        self._reqs_not_processed.add(request.request_id)
+        self._reqs_need_save.pop(request.request_id, None)
+        return {}
 
     @property
     def _confirm_at(self) -> str:
