@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvloom_server.router import RouterServer
-from kvloom_server.settings import EngineSpec, RouterSettings
+from kvloom_server.settings import EngineSpec, Returns, RouterSettings
 
 from . import model as bundled
 from .checks import check_model, read_cluster_key
@@ -45,7 +45,8 @@ class UpSettings:
     num_decode: int = 1
     model: str | None = None
     """A hub id or a folder; ``None``: the bundled model."""
-    is_returning: bool = True
+    returns: Returns = "on"
+    """When a turn's KV goes back to prefill."""
     connector: Connector = Connector.KVLOOM
     engine_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
@@ -56,6 +57,10 @@ class UpSettings:
     log_dir: Path | None = None
     """``None``: a temporary folder that stays, because its logs explain."""
     start_timeout_s: float = 900.0
+
+    @property
+    def is_returning(self) -> bool:
+        return self.returns != "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +237,7 @@ def router_settings(settings: UpSettings, slots: list[EngineSlot]) -> RouterSett
     return RouterSettings(
         port=settings.port,
         connector=settings.connector.value,
-        returns=settings.is_returning,
+        returns=settings.returns,
         prefill=specs(Role.PREFILL),
         decode=specs(Role.DECODE),
         # Also where it is None: a variable that only the router reads would have

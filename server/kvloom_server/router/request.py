@@ -14,7 +14,9 @@ import msgspec
 
 from kvloom.protocol import (
     CONVERSATION_HEADER,
+    EXPECTED_RETURN_HEADER,
     KV_TRANSFER_PARAMS,
+    MAX_EXPECTED_RETURN_S,
     RETURN_MODE_HEADER,
     RawTransferParamsError,
     ReturnMode,
@@ -60,6 +62,8 @@ class TurnRequest:
     needs_whole_prompt: bool
     """Decode must compute the prompt itself (logprobs of the prompt)."""
     affinity: bytes
+    expected_return_s: float | None = None
+    """How long after this turn the client expects to send the next."""
 
 
 def parse_turn(
@@ -92,6 +96,7 @@ def parse_turn(
         is_leasable=_is_one_prompt(values) and _is_one_answer(values),
         needs_whole_prompt=_wants_prompt_logprobs(values),
         affinity=_affinity(model, values),
+        expected_return_s=_expected_return_s(headers),
     )
 
 
@@ -135,6 +140,24 @@ def _mode(headers: Mapping[str, str]) -> ReturnMode | None:
             code="invalid_return_mode",
             param=RETURN_MODE_HEADER,
         ) from None
+
+
+def _expected_return_s(headers: Mapping[str, str]) -> float | None:
+    value = headers.get(EXPECTED_RETURN_HEADER.lower())
+    if value is None:
+        return None
+    try:
+        wait_s = float(value)
+    except ValueError:
+        wait_s = -1.0
+    # Written so that what is no number is out of range too.
+    if 0 <= wait_s <= MAX_EXPECTED_RETURN_S:
+        return wait_s
+    raise BadRequestError(
+        f"{EXPECTED_RETURN_HEADER} must be seconds, 0 to {MAX_EXPECTED_RETURN_S:.0f}",
+        code="invalid_expected_return",
+        param=EXPECTED_RETURN_HEADER,
+    )
 
 
 def _handle(values: Body) -> str | None:
