@@ -139,16 +139,21 @@ class Experience:
         mean_s = hint_s if hint_s is not None else (gaps.mean_s if gaps else 0.0)
         if job.is_direct or mean_s > WARM_KEPT_S:
             return False
+        gain_s = self._missing_s(job, lease, prefill)
         rates = self.learner.rates(prefill, lease.engine)
-        local = self.paces.find(job.turn.tag or b"").prefilled_tokens
-        num_pulled = max(lease.num_tokens - local, 0)
-        if num_pulled < self.learner.threshold(prefill, lease.engine):
-            return False
-        gain_s = rates.pulling_s(num_pulled)
         warm_s = (
             rates.start_s + gain_s + rates.computing_s(FRAME_TOKENS, lease.num_tokens)
         )
         return gain_s >= MIN_GAIN_S and short_s >= WARM_MARGIN * warm_s
+
+    def _missing_s(self, job: Job, lease: Lease, prefill: str) -> float:
+        """What it costs to bring what prefill lacks of a lease."""
+        rates = self.learner.rates(prefill, lease.engine)
+        local = self.paces.find(job.turn.tag or b"").prefilled_tokens
+        missing = max(lease.num_tokens - local, 0)
+        if missing >= self.learner.threshold(prefill, lease.engine):
+            return rates.pulling_s(missing)
+        return rates.computing_s(missing, lease.num_tokens)
 
     def _gaps(self, job: Job) -> Gaps | None:
         return self.paces.gaps(job.turn.tag) if job.turn.tag is not None else None
