@@ -6,7 +6,9 @@ it is fed, its numbers stay finite and its thresholds within bounds.
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Final
 
 from .estimate import (
@@ -28,6 +30,10 @@ EXPLORE_EVERY: Final = 8
 EXPLORE_FACTOR: Final = 2
 """... half as high or twice as high in turn: near the break-even both ways cost
 nearly the same, so that a trial costs a user next to nothing."""
+EAGER_ROWS: Final = 200
+"""So many first legs are all taken in, ..."""
+LEARN_EVERY: Final = 8
+"""... later ones once in so many: an update costs some ten microseconds."""
 MAX_PAIRS: Final = 1024
 """Pairs of engines that are remembered; the least recently used go."""
 
@@ -41,7 +47,7 @@ _START: Final = Rates()
 # Rows are scaled so that all coefficients are seconds of a similar size.
 _THOUSAND: Final = 1e3
 _MILLION: Final = 1e6
-_DEVIATION: Final = (0.1, 0.1, 0.05, 0.5, 0.01)
+_DEVIATION: Final = (0.3, 0.5, 0.1, 1.0, 0.05)
 """How far the start values may be off, in each coefficient's own unit."""
 
 
@@ -73,36 +79,32 @@ class Fit:
             _START.compute_s * _THOUSAND,
             _START.attend_s * _MILLION,
         ]
-        size = range(len(self.theta))
-        self._p = [[_DEVIATION[i] ** 2 * (i == j) for j in size] for i in size]
+        self._p = _start_covariance()
         self._error_s = 0.1
 
     def update(self, row: Row) -> None:
         """Take in one row."""
         x = _features(row)
         weight = 1 / (1 + max(row.num_others, 0)) ** 2
-        px = [sum(p * f for p, f in zip(line, x, strict=True)) for line in self._p]
-        spread = FORGETTING / weight + sum(f * v for f, v in zip(x, px, strict=True))
-        miss = _bounded_s(row.seconds) - sum(
-            t * f for t, f in zip(self.theta, x, strict=True)
-        )
+        px = [sum(map(mul, line, x)) for line in self._p]
+        spread = FORGETTING / weight + sum(map(mul, x, px))
+        miss = _bounded_s(row.seconds) - sum(map(mul, self.theta, x))
         bound = _OUTLIER * self._error_s
-        self._error_s += (min(abs(miss), 2 * bound) - self._error_s) / 16
-        self._error_s = max(self._error_s, 1e-4)
         clipped = min(max(miss, -bound), bound)
-        theta = [t + v * clipped / spread for t, v in zip(self.theta, px, strict=True)]
+        usual_s = self._error_s + (min(abs(miss), 2 * bound) - self._error_s) / 16
+        self._error_s = max(usual_s, 1e-4)
+        gain = [v / spread for v in px]
+        theta = [t + g * clipped for t, g in zip(self.theta, gain, strict=True)]
         p = [
-            [
-                (self._p[i][j] - px[i] * px[j] / spread) / FORGETTING
-                for j in range(len(x))
-            ]
-            for i in range(len(x))
+            [(v - g * w) / FORGETTING for v, w in zip(line, px, strict=True)]
+            for line, g in zip(self._p, gain, strict=True)
         ]
-        if not _is_sound(theta, p):
-            # Rounding ate the covariance: what was learned stays, its certainty
-            # starts anew.
-            p = Fit()._p
-            theta = theta if all(map(math.isfinite, theta)) else self.theta
+        if not all(map(math.isfinite, theta)):
+            theta = self.theta
+        if not _is_sound(p):
+            # Rounding ate the covariance: what was learned stays, how certain it
+            # is starts anew.
+            p = _start_covariance()
         self.theta, self._p = theta, _bounded(p)
 
     @property
@@ -132,7 +134,8 @@ class PairModel:
 
     def update(self, row: Row) -> None:
         """Take in one leg."""
-        self.fit.update(row)
+        if self.num_rows < EAGER_ROWS or self.num_rows % LEARN_EVERY == 0:
+            self.fit.update(row)
         self.num_rows += 1
         self.num_pulls += row.num_pulled > 0
 
@@ -234,14 +237,28 @@ def _bounded_s(seconds: float) -> float:
     return 0.0 if math.isnan(seconds) else min(max(seconds, 0.0), _MAX_S)
 
 
-def _is_sound(theta: list[float], p: list[list[float]]) -> bool:
-    numbers = [*theta, *(v for line in p for v in line)]
-    return all(map(math.isfinite, numbers)) and all(p[i][i] >= 0 for i in range(len(p)))
+def _start_covariance() -> list[list[float]]:
+    size = range(len(_DEVIATION))
+    return [[_DEVIATION[i] ** 2 * (i == j) for j in size] for i in size]
+
+
+def _is_sound(p: list[list[float]]) -> bool:
+    """Whether a covariance is one. Sums are finite where all numbers are."""
+    return math.isfinite(sum(map(sum, p))) and min(map(_diagonal(p), _SIZE)) >= 0
 
 
 def _bounded(p: list[list[float]]) -> list[list[float]]:
-    """Symmetric, and scaled down where forgetting without news blew it up."""
-    size = range(len(p))
-    largest = max(p[i][i] for i in size)
-    scale = min(1.0, _MAX_VARIANCE / largest) if largest > 0 else 1.0
-    return [[scale * (p[i][j] + p[j][i]) / 2 for j in size] for i in size]
+    """Scaled down where forgetting without news blew it up; symmetric."""
+    largest = max(map(_diagonal(p), _SIZE))
+    half = min(0.5, 0.5 * _MAX_VARIANCE / largest) if largest > 0 else 0.5
+    return [
+        [half * (v + w) for v, w in zip(line, column, strict=True)]
+        for line, column in zip(p, zip(*p, strict=True), strict=True)
+    ]
+
+
+def _diagonal(p: list[list[float]]) -> Callable[[int], float]:
+    return lambda i: p[i][i]
+
+
+_SIZE: Final = range(len(_DEVIATION))

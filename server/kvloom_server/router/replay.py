@@ -187,8 +187,8 @@ def _calls(pieces: Iterable[_Call]) -> list[dict[str, Any]]:
 
 class _Said(msgspec.Struct):
     role: str = ""
-    reasoning: msgspec.Raw | None = None
-    reasoning_content: msgspec.Raw | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 def _reasoning_field(messages: list[msgspec.Raw]) -> str | None:
@@ -199,8 +199,7 @@ def _reasoning_field(messages: list[msgspec.Raw]) -> str | None:
         except (msgspec.DecodeError, RecursionError):
             continue
         if said.role == "assistant":
-            return next(
-                (n for n in ("reasoning", "reasoning_content") if getattr(said, n)),
-                None,
-            )
+            if said.reasoning:
+                return "reasoning"
+            return "reasoning_content" if said.reasoning_content else None
     return None

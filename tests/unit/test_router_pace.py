@@ -1,0 +1,168 @@
+"""What the router remembers of a conversation: its pauses, and what is new."""
+
+import json
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom_server.router.pace import MAX_GAP_S, MAX_MARKS, Gaps, Paces
+from kvloom_server.router.story import Story, news, story_of
+
+TAG = b"8 bytes."
+SYSTEM = {"role": "system", "content": "You are kind. " * 20}
+QUESTION = {"role": "user", "content": "Where is it? " * 10}
+ANSWER = {"role": "assistant", "content": "It is there. " * 10}
+NEXT = {"role": "user", "content": "Thank you."}
+
+
+def story(*messages: dict[str, Any], **fields: Any) -> Story:
+    body = json.dumps({"messages": messages, **fields}).encode()
+    return story_of(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+
+
+def paces(size: int = 10) -> Paces:
+    return Paces(max_conversations=size)
+
+
+def test_what_follows_the_answer_is_new() -> None:
+    """The answer is in the lease; only the message after it has to be computed."""
+    first = story(SYSTEM, QUESTION)
+    second = story(SYSTEM, QUESTION, ANSWER, NEXT)
+    assert news(second, {"turn": first.mark()}) == {"turn": len(json.dumps(NEXT))}
+
+
+def test_a_changed_history_goes_on_from_nothing() -> None:
+    """An edited message, other tools or another tenant's salt: no turn is
+    continued, however much of it is the same."""
+    mark = {"turn": story(SYSTEM, QUESTION).mark()}
+    edited = QUESTION | {"content": "Where is it! " * 10}
+    assert news(story(SYSTEM, edited, ANSWER, NEXT), mark) == {}
+    assert news(story(SYSTEM), mark) == {}
+    whole = (SYSTEM, QUESTION, ANSWER, NEXT)
+    assert news(story(*whole, tools=[{"type": "function"}]), mark) == {}
+    assert news(story(*whole, cache_salt="s"), mark) == {}
+
+
+def test_messages_do_not_run_into_each_other() -> None:
+    """Where one message ends and the next begins is part of the history."""
+    a, b = (
+        Story(pieces=(b"ab", b"c"), frame=b""),
+        Story(pieces=(b"a", b"bc"), frame=b""),
+    )
+    assert a.mark() != b.mark()
+
+
+@given(
+    st.lists(st.binary(max_size=8), max_size=6),
+    st.lists(st.binary(max_size=8), max_size=6),
+)
+def test_only_a_true_continuation_counts(old: list[bytes], new: list[bytes]) -> None:
+    """A story goes on from another one exactly if it begins with all of it."""
+    before = Story(pieces=tuple(old), frame=b"f")
+    after = Story(pieces=tuple(new), frame=b"f")
+    goes_on = bool(old) and new[: len(old)] == old
+    assert (news(after, {"t": before.mark()}) != {}) == goes_on
+
+
+def test_bodies_that_are_no_chat_have_no_story() -> None:
+    """Prompts and nonsense are never taken for a continuation."""
+    for body in (b'{"prompt":"x"}', b'{"messages":5}', b'{"messages":"x"}', b"{}"):
+        told = story_of(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+        assert news(told, {"t": told.mark()}) == {}
+
+
+def test_new_tokens_are_counted_on_the_high_side() -> None:
+    """The estimate knows the conversation's own bytes a token, and adds to it."""
+    known = paces()
+    first = story(SYSTEM, QUESTION)
+    known.prefilled(TAG, num_bytes=first.num_bytes, num_tokens=first.num_bytes // 4)
+    known.ended(TAG, turn_id="t", story=first, is_direct=False, now=0)
+    found = known.new_tokens(TAG, story(SYSTEM, QUESTION, ANSWER, NEXT))
+    assert len(json.dumps(NEXT)) / 4 < found["t"] < len(json.dumps(NEXT))
+
+
+def test_nothing_is_estimated_before_tokens_were_counted() -> None:
+    """Without a count there is no estimate, so that nothing is risked on it."""
+    known = paces()
+    first = story(SYSTEM, QUESTION)
+    known.ended(TAG, turn_id="t", story=first, is_direct=False, now=0)
+    assert known.new_tokens(TAG, story(SYSTEM, QUESTION, ANSWER, NEXT)) == {}
+
+
+def test_branches_are_remembered_up_to_a_bound() -> None:
+    """A fork may go on from an older turn, as long as there are not too many."""
+    known = paces()
+    first = story(SYSTEM, QUESTION)
+    known.prefilled(TAG, num_bytes=100, num_tokens=25)
+    for i in range(10):
+        known.ended(TAG, turn_id=f"t{i}", story=first, is_direct=False, now=0)
+    assert set(known.new_tokens(TAG, first)) == {f"t{i}" for i in range(6, 10)}
+    assert len(known.find(TAG).marks) == MAX_MARKS
+
+
+def test_pauses_are_learned() -> None:
+    """A conversation whose tools take ten seconds is expected back in ten."""
+    known = paces()
+    now = 0.0
+    assert known.began(TAG, now) is None
+    for _ in range(30):
+        known.ended(TAG, turn_id="t", story=story(QUESTION), is_direct=False, now=now)
+        now += 10
+        assert known.began(TAG, now) == 10
+    gaps = known.gaps(TAG)
+    assert gaps is not None
+    assert 9 < gaps.short_s <= gaps.mean_s == 10
+
+
+def test_a_turn_that_never_ended_leaves_no_pause() -> None:
+    """Retries and aborted turns are not the user's pauses."""
+    known = paces()
+    known.ended(TAG, turn_id="t", story=story(QUESTION), is_direct=False, now=0)
+    assert known.began(TAG, 5) == 5
+    assert known.began(TAG, 6) is None
+
+
+def test_a_new_conversation_is_taken_for_a_usual_one() -> None:
+    """What other conversations' tools take is the best guess for a first call."""
+    known = paces()
+    assert known.gaps(b"new") is None
+    known.ended(TAG, turn_id="t", story=story(QUESTION), is_direct=False, now=0)
+    known.began(TAG, 7)
+    gaps = known.gaps(b"new")
+    assert gaps is not None
+    assert gaps.mean_s == 7
+
+
+@given(st.lists(st.floats(0, MAX_GAP_S), min_size=1, max_size=50))
+def test_expected_pauses_stay_within_what_was_seen(pauses: list[float]) -> None:
+    """The mean is between the shortest and the longest, the short end above 0."""
+    gaps = Gaps(mean_s=pauses[0], deviation_s=0.0)
+    for pause in pauses[1:]:
+        gaps = gaps.after(pause)
+    slack = 1e-6 * max(pauses)
+    assert min(pauses) - slack <= gaps.mean_s <= max(pauses) + slack
+    assert 0 <= gaps.short_s <= gaps.mean_s
+
+
+def test_a_clock_that_is_put_back_leaves_no_negative_pause() -> None:
+    """Pauses are never below nothing, nor above a day."""
+    known = paces()
+    for now in (-1e9, 1e9):
+        known.ended(TAG, turn_id="t", story=story(QUESTION), is_direct=False, now=0)
+        gap_s = known.began(TAG, now)
+        assert gap_s is not None
+        assert 0 <= gap_s <= MAX_GAP_S
+
+
+def test_memory_is_bounded() -> None:
+    """The least recently used conversation goes first."""
+    known = paces(3)
+    for i in range(10):
+        known.prefilled(bytes([i]), num_bytes=10, num_tokens=5)
+    assert len(known) == 3
+    assert known.find(bytes([9])).bytes_per_token == 2
+    assert known.find(bytes([0])).bytes_per_token is None
+    known.forget(bytes([9]))
+    assert len(known) == 2
