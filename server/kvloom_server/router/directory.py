@@ -205,7 +205,10 @@ class Directory:
         self._resident[lease.engine] += lease.num_tokens
         self._resident[lease.engine] -= held.num_tokens if held is not None else 0
         self._leases.setdefault(lease.engine, {})[lease.lease_id] = lease
-        self._put(replace(known, leases=_placed(known.leases, lease), lost=None))
+        # A newer turn than the one that prefill is warm for.
+        warm = None if is_new else known.warm
+        leases = _placed(known.leases, lease)
+        self._put(replace(known, leases=leases, lost=None, warm=warm))
         if not is_new:
             return []
         self._conversations.move_to_end(tag)
