@@ -47,6 +47,8 @@ class UpSettings:
     """A hub id or a folder; ``None``: the bundled model."""
     returns: Returns = "on"
     """When a turn's KV goes back to prefill."""
+    direct_tokens: int | None = None
+    """As in the router's settings; ``None`` leaves it to them."""
     connector: Connector = Connector.KVLOOM
     engine_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
@@ -234,7 +236,7 @@ def router_settings(settings: UpSettings, slots: list[EngineSlot]) -> RouterSett
             if s.role is role
         )
 
-    return RouterSettings(
+    made = RouterSettings(
         port=settings.port,
         connector=settings.connector.value,
         returns=settings.returns,
@@ -244,6 +246,9 @@ def router_settings(settings: UpSettings, slots: list[EngineSlot]) -> RouterSett
         # it speak CURVE to engines that do not.
         cluster_key_file=_key_file(settings),
     )
+    if settings.direct_tokens is None:
+        return made
+    return made.model_copy(update={"direct_tokens": settings.direct_tokens})
 
 
 @asynccontextmanager
