@@ -13,7 +13,7 @@ from kvloom_server.router.fields import FieldRules
 from kvloom_server.router.job import Job, decoded
 from kvloom_server.router.plan import Lease, Plan, Turn
 from kvloom_server.router.request import Api, parse_turn
-from kvloom_server.router.story import story_of
+from kvloom_server.router.story import read, story_of
 
 TAG = b"8 bytes."
 LEASE = Lease(lease_id="l", engine="d0", num_tokens=20_000, deadline_unix=1e12)
@@ -38,7 +38,7 @@ def job(
         arrived=0.0,
         turn_id="t",
         asks_lease=True,
-        story=story_of(request.body),
+        reading=read(story_of(request.body), {}),
         prefilled=decoded(answer),
     )
 

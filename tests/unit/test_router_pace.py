@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom_server.router.pace import MAX_GAP_S, MAX_MARKS, Gaps, Paces
-from kvloom_server.router.story import Story, news, story_of
+from kvloom_server.router.story import Mark, Story, read, story_of
 
 TAG = b"8 bytes."
 SYSTEM = {"role": "system", "content": "You are kind. " * 20}
@@ -22,6 +22,18 @@ def story(*messages: dict[str, Any], **fields: Any) -> Story:
     return story_of(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
 
 
+def mark(told: Story) -> Mark:
+    return read(told, {}).mark
+
+
+def news(told: Story, marks: dict[str, Mark]) -> dict[str, int]:
+    return dict(read(told, marks).news)
+
+
+def new_tokens(known: Paces, told: Story) -> dict[str, int]:
+    return known.new_tokens(TAG, known.read(TAG, told))
+
+
 def paces(size: int = 10) -> Paces:
     return Paces(max_conversations=size)
 
@@ -30,19 +42,19 @@ def test_what_follows_the_answer_is_new() -> None:
     """The answer is in the lease; only the message after it has to be computed."""
     first = story(SYSTEM, QUESTION)
     second = story(SYSTEM, QUESTION, ANSWER, NEXT)
-    assert news(second, {"turn": first.mark()}) == {"turn": len(json.dumps(NEXT))}
+    assert news(second, {"turn": mark(first)}) == {"turn": len(json.dumps(NEXT))}
 
 
 def test_a_changed_history_goes_on_from_nothing() -> None:
     """An edited message, other tools or another tenant's salt: no turn is
     continued, however much of it is the same."""
-    mark = {"turn": story(SYSTEM, QUESTION).mark()}
+    marks = {"turn": mark(story(SYSTEM, QUESTION))}
     edited = QUESTION | {"content": "Where is it! " * 10}
-    assert news(story(SYSTEM, edited, ANSWER, NEXT), mark) == {}
-    assert news(story(SYSTEM), mark) == {}
+    assert news(story(SYSTEM, edited, ANSWER, NEXT), marks) == {}
+    assert news(story(SYSTEM), marks) == {}
     whole = (SYSTEM, QUESTION, ANSWER, NEXT)
-    assert news(story(*whole, tools=[{"type": "function"}]), mark) == {}
-    assert news(story(*whole, cache_salt="s"), mark) == {}
+    assert news(story(*whole, tools=[{"type": "function"}]), marks) == {}
+    assert news(story(*whole, cache_salt="s"), marks) == {}
 
 
 def test_messages_do_not_run_into_each_other() -> None:
@@ -51,7 +63,7 @@ def test_messages_do_not_run_into_each_other() -> None:
         Story(pieces=(b"ab", b"c"), frame=b""),
         Story(pieces=(b"a", b"bc"), frame=b""),
     )
-    assert a.mark() != b.mark()
+    assert mark(a) != mark(b)
 
 
 @given(
@@ -63,14 +75,14 @@ def test_only_a_true_continuation_counts(old: list[bytes], new: list[bytes]) -> 
     before = Story(pieces=tuple(old), frame=b"f")
     after = Story(pieces=tuple(new), frame=b"f")
     goes_on = bool(old) and new[: len(old)] == old
-    assert (news(after, {"t": before.mark()}) != {}) == goes_on
+    assert (news(after, {"t": mark(before)}) != {}) == goes_on
 
 
 def test_bodies_that_are_no_chat_have_no_story() -> None:
     """Prompts and nonsense are never taken for a continuation."""
     for body in (b'{"prompt":"x"}', b'{"messages":5}', b'{"messages":"x"}', b"{}"):
         told = story_of(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-        assert news(told, {"t": told.mark()}) == {}
+        assert news(told, {"t": mark(told)}) == {}
 
 
 def test_new_tokens_are_counted_on_the_high_side() -> None:
@@ -78,8 +90,8 @@ def test_new_tokens_are_counted_on_the_high_side() -> None:
     known = paces()
     first = story(SYSTEM, QUESTION)
     known.prefilled(TAG, num_bytes=first.num_bytes, num_tokens=first.num_bytes // 4)
-    known.ended(TAG, turn_id="t", story=first, is_direct=False, now=0)
-    found = known.new_tokens(TAG, story(SYSTEM, QUESTION, ANSWER, NEXT))
+    known.ended(TAG, turn_id="t", mark=mark(first), is_direct=False, now=0)
+    found = new_tokens(known, story(SYSTEM, QUESTION, ANSWER, NEXT))
     assert len(json.dumps(NEXT)) / 4 < found["t"] < len(json.dumps(NEXT))
 
 
@@ -87,8 +99,8 @@ def test_nothing_is_estimated_before_tokens_were_counted() -> None:
     """Without a count there is no estimate, so that nothing is risked on it."""
     known = paces()
     first = story(SYSTEM, QUESTION)
-    known.ended(TAG, turn_id="t", story=first, is_direct=False, now=0)
-    assert known.new_tokens(TAG, story(SYSTEM, QUESTION, ANSWER, NEXT)) == {}
+    known.ended(TAG, turn_id="t", mark=mark(first), is_direct=False, now=0)
+    assert new_tokens(known, story(SYSTEM, QUESTION, ANSWER, NEXT)) == {}
 
 
 def test_branches_are_remembered_up_to_a_bound() -> None:
@@ -97,8 +109,8 @@ def test_branches_are_remembered_up_to_a_bound() -> None:
     first = story(SYSTEM, QUESTION)
     known.prefilled(TAG, num_bytes=100, num_tokens=25)
     for i in range(10):
-        known.ended(TAG, turn_id=f"t{i}", story=first, is_direct=False, now=0)
-    assert set(known.new_tokens(TAG, first)) == {f"t{i}" for i in range(6, 10)}
+        known.ended(TAG, turn_id=f"t{i}", mark=mark(first), is_direct=False, now=0)
+    assert set(new_tokens(known, first)) == {f"t{i}" for i in range(6, 10)}
     assert len(known.find(TAG).marks) == MAX_MARKS
 
 
@@ -108,7 +120,9 @@ def test_pauses_are_learned() -> None:
     now = 0.0
     assert known.began(TAG, now) is None
     for _ in range(30):
-        known.ended(TAG, turn_id="t", story=story(QUESTION), is_direct=False, now=now)
+        known.ended(
+            TAG, turn_id="t", mark=mark(story(QUESTION)), is_direct=False, now=now
+        )
         now += 10
         assert known.began(TAG, now) == 10
     gaps = known.gaps(TAG)
@@ -119,7 +133,7 @@ def test_pauses_are_learned() -> None:
 def test_a_turn_that_never_ended_leaves_no_pause() -> None:
     """Retries and aborted turns are not the user's pauses."""
     known = paces()
-    known.ended(TAG, turn_id="t", story=story(QUESTION), is_direct=False, now=0)
+    known.ended(TAG, turn_id="t", mark=mark(story(QUESTION)), is_direct=False, now=0)
     assert known.began(TAG, 5) == 5
     assert known.began(TAG, 6) is None
 
@@ -128,7 +142,7 @@ def test_a_new_conversation_is_taken_for_a_usual_one() -> None:
     """What other conversations' tools take is the best guess for a first call."""
     known = paces()
     assert known.gaps(b"new") is None
-    known.ended(TAG, turn_id="t", story=story(QUESTION), is_direct=False, now=0)
+    known.ended(TAG, turn_id="t", mark=mark(story(QUESTION)), is_direct=False, now=0)
     known.began(TAG, 7)
     gaps = known.gaps(b"new")
     assert gaps is not None
@@ -150,7 +164,9 @@ def test_a_clock_that_is_put_back_leaves_no_negative_pause() -> None:
     """Pauses are never below nothing, nor above a day."""
     known = paces()
     for now in (-1e9, 1e9):
-        known.ended(TAG, turn_id="t", story=story(QUESTION), is_direct=False, now=0)
+        known.ended(
+            TAG, turn_id="t", mark=mark(story(QUESTION)), is_direct=False, now=0
+        )
         gap_s = known.began(TAG, now)
         assert gap_s is not None
         assert 0 <= gap_s <= MAX_GAP_S

@@ -111,7 +111,13 @@ def test_an_answer_that_is_too_long_is_let_go() -> None:
 @given(st.binary(max_size=200), st.booleans())
 def test_bytes_that_are_no_answer_are_none(garbage: bytes, is_stream: bool) -> None:
     """Whatever an engine sends, looking at it raises nothing."""
-    for raw in (garbage, b"data: " + garbage + b"\n\n", b'{"choices":' + garbage):
+    text = b'{"choices":[{"delta":{"content":"' + garbage + b'"}}]}'
+    for raw in (
+        garbage,
+        b"data: " + garbage,
+        b'{"choices":' + garbage,
+        b"data:" + text,
+    ):
         answered = kept(raw, is_stream=is_stream)
         assert answered is None or answered.finish_reason is None
 

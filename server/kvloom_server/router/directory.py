@@ -131,7 +131,7 @@ class Directory:
 
     def cooled(self, engine: str) -> None:
         """The prefill engine has lost its cache: it went down."""
-        for tag, known in self._conversations.items():
+        for tag, known in list(self._conversations.items()):
             if known.warm is not None and known.warm.prefill == engine:
                 # In place, not at the end: nobody used it.
                 self._conversations[tag] = replace(known, warm=None)

@@ -11,7 +11,7 @@ from .job import Job
 from .learn import Learner, Row
 from .pace import FRAME_TOKENS, Gaps, Paces
 from .plan import Lease, Prices
-from .story import Story
+from .story import Reading, Story
 
 WARM_MARGIN: Final = 2.0
 """A warm-up must fit so many times into a pause's short end."""
@@ -25,7 +25,7 @@ WARM_KEPT_S: Final = 120.0
 class Outlook:
     """What is known of a turn before it is planned."""
 
-    story: Story | None = None
+    reading: Reading | None = None
     news: dict[str, int] = field(default_factory=dict)
     prefilled_tokens: int = 0
     gap_s: float | None = None
@@ -56,9 +56,10 @@ class Experience:
     def began(self, tag: bytes, story: Story, now: float) -> Outlook:
         """A turn of this conversation has come."""
         gap_s = self.paces.began(tag, now)
+        reading = self.paces.read(tag, story)
         return Outlook(
-            story=story,
-            news=self.paces.new_tokens(tag, story),
+            reading=reading,
+            news=self.paces.new_tokens(tag, reading),
             prefilled_tokens=self.paces.find(tag).prefilled_tokens,
             gap_s=gap_s,
         )
@@ -75,8 +76,8 @@ class Experience:
         num_tokens = usage.prompt_tokens if usage else None
         if not num_tokens:
             return None
-        if job.turn.tag is not None and job.story is not None:
-            size = job.story.num_bytes if job.story.pieces else 0
+        if job.turn.tag is not None and job.reading is not None:
+            size = job.reading.num_bytes
             self.paces.prefilled(job.turn.tag, num_bytes=size, num_tokens=num_tokens)
         if job.outcome is None:
             return None
@@ -105,12 +106,12 @@ class Experience:
 
     def ended(self, job: Job, now: float) -> None:
         """A turn was answered in full."""
-        if job.turn.tag is None or job.story is None:
+        if job.turn.tag is None or job.reading is None:
             return
         self.paces.ended(
             job.turn.tag,
             turn_id=job.turn_id,
-            story=job.story,
+            mark=job.reading.mark,
             is_direct=job.is_direct,
             now=now,
         )

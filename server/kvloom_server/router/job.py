@@ -19,7 +19,7 @@ from .identity import new_turn_id
 from .legs import leg_headers
 from .plan import Plan, Turn
 from .request import TurnRequest
-from .story import Story
+from .story import Reading
 from .upstream import UpstreamRequest
 
 MAX_ATTEMPTS: Final = 3
@@ -85,8 +85,8 @@ class Job:
     """On the monotonic clock."""
     turn_id: str
     asks_lease: bool
-    story: Story | None = None
-    """What the request says, where its conversation is known."""
+    reading: Reading | None = None
+    """What is remembered of the request, where its conversation is known."""
     prefill: Engine | None = None
     """Who did the prefill leg, once it is done."""
     prefilled: Prefilled | None = None

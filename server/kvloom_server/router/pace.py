@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from .story import Mark, Story, news
+from .story import Mark, Reading, Story, read
 
 MAX_MARKS: Final = 4
 """Turns of a conversation that a request may go on from: forks and branches."""
@@ -108,15 +108,19 @@ class Paces:
         )
 
     def ended(
-        self, tag: bytes, *, turn_id: str, story: Story, is_direct: bool, now: float
+        self, tag: bytes, *, turn_id: str, mark: Mark, is_direct: bool, now: float
     ) -> None:
         """A turn was answered in full."""
         known = self.find(tag)
-        others = [mark for mark in known.marks if mark[0] != turn_id]
-        marks = ((turn_id, story.mark()), *others)[:MAX_MARKS]
+        others = [other for other in known.marks if other[0] != turn_id]
+        marks = ((turn_id, mark), *others)[:MAX_MARKS]
         self._put(tag, replace(known, ended=now, marks=marks, is_direct=is_direct))
 
-    def new_tokens(self, tag: bytes, story: Story) -> dict[str, int]:
+    def read(self, tag: bytes, story: Story) -> Reading:
+        """Compare a request with the conversation's last turns."""
+        return read(story, dict(self.find(tag).marks))
+
+    def new_tokens(self, tag: bytes, reading: Reading) -> dict[str, int]:
         """Turns that this request goes on from, and how many tokens are new.
 
         An estimate, on the high side: only speed hangs on it.
@@ -127,7 +131,7 @@ class Paces:
         per_token = max(known.bytes_per_token, 1.0)
         return {
             turn_id: FRAME_TOKENS + round(CAUTION * num_bytes / per_token)
-            for turn_id, num_bytes in news(story, dict(known.marks)).items()
+            for turn_id, num_bytes in reading.news.items()
         }
 
     def gaps(self, tag: bytes) -> Gaps | None:

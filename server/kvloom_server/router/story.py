@@ -45,13 +45,6 @@ class Story:
     def num_bytes(self) -> int:
         return len(self.frame) + sum(map(len, self.pieces))
 
-    def mark(self) -> Mark:
-        """The mark of all of it."""
-        num_pieces = len(self.pieces)
-        return Mark(
-            num_pieces=num_pieces, digest=self.digests([num_pieces])[num_pieces]
-        )
-
     def digests(self, counts: Collection[int]) -> dict[int, bytes]:
         """The digest after each of these numbers of pieces, in one pass."""
         found: dict[int, bytes] = {}
@@ -79,14 +72,29 @@ def story_of(body: Body) -> Story:
     return Story(pieces=tuple(_pieces(body)), frame=frame)
 
 
-def news(story: Story, marks: Mapping[str, Mark]) -> dict[str, int]:
-    """Which of these stories this one goes on from: name -> new bytes."""
-    mine = story.digests({mark.num_pieces for mark in marks.values()})
-    return {
-        name: story.new_bytes(mark.num_pieces)
-        for name, mark in marks.items()
-        if mark.num_pieces and mine.get(mark.num_pieces) == mark.digest
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What is remembered of a story that was read."""
+
+    mark: Mark
+    num_bytes: int
+    news: Mapping[str, int]
+    """Which stories this one goes on from: name -> new bytes."""
+
+
+def read(story: Story, marks: Mapping[str, Mark]) -> Reading:
+    """Read a story, in one pass, and compare it with those of ``marks``."""
+    whole = len(story.pieces)
+    mine = story.digests({whole, *(mark.num_pieces for mark in marks.values())})
+    return Reading(
+        mark=Mark(num_pieces=whole, digest=mine[whole]),
+        num_bytes=story.num_bytes if whole else 0,
+        news={
+            name: story.new_bytes(mark.num_pieces)
+            for name, mark in marks.items()
+            if mark.num_pieces and mine.get(mark.num_pieces) == mark.digest
+        },
+    )
 
 
 def _pieces(body: Body) -> Iterable[bytes]:

@@ -124,7 +124,7 @@ class Conductor:
             arrived=arrived,
             turn_id=new_turn_id(turn.tag),
             asks_lease=is_returning and request.is_leasable,
-            story=outlook.story,
+            reading=outlook.reading,
         )
 
     def _tag(self, request: TurnRequest) -> bytes | None:
@@ -174,6 +174,10 @@ class Conductor:
         opened = self._sealer.open(handle, Binding(conversation=tag, model=model), now)
         if isinstance(opened, HandleMiss):
             self._metrics.handle(f"miss_{opened}")
+            return None
+        known = self._directory.find(tag)
+        if known and known.warm and known.warm.lease_id == opened.lease_id:
+            self._metrics.handle("warm")
             return None
         engine = self._engines.with_mark(opened.engine)
         if engine is None or not self._directory.may_hold(engine.name, opened.lease_id):

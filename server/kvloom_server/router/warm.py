@@ -35,6 +35,8 @@ TIMEOUT_S: Final = 30.0
 """Of one warm-up at the engine."""
 MAX_WAITING: Final = 64
 """Warm-ups that wait for their engine to have nothing to do; more are dropped."""
+MAX_BODY_BYTES: Final = 4 * 1024 * 1024
+"""Of a warm-up's request: many may wait in memory."""
 MAX_TRIES: Final = 3
 """How often one begins anew after it has made way for a user's leg."""
 
@@ -50,11 +52,13 @@ class WarmUpOutcome(StrEnum):
     """``auto``: the pause is too short, too long or not known, or little is
     saved."""
     NO_LEASE = "no_lease"
-    """The turn left nothing to read, or that was not announced in time."""
+    """The turn left nothing to read, or that was not announced in time, or it
+    ended before prefill had time."""
     NO_ENGINE = "no_engine"
     """No prefill engine is up, or the one that was to be warmed has left."""
     UNFIT = "unfit"
-    """The answer is too long to be kept, or no history of its form follows."""
+    """The answer or its history is too long to be kept, or no history of its
+    form follows."""
     DROPPED = "dropped"
     """Too many were waiting."""
     OVERTAKEN = "overtaken"
@@ -162,7 +166,7 @@ class Warmer:
         if is_auto and not self._experience.pays(job, lease, engine.name):
             return WarmUpOutcome.NOT_WORTH
         body = warm_up_body(job.request.body, answered, ref) if answered else None
-        if body is None:
+        if body is None or len(body) > MAX_BODY_BYTES:
             return WarmUpOutcome.UNFIT
         if len(self._tasks) >= MAX_WAITING:
             return WarmUpOutcome.DROPPED
@@ -201,6 +205,8 @@ class Warmer:
             async with self._slots:
                 if not engine.is_up:
                     return WarmUpOutcome.NO_ENGINE
+                if not self._is_held(warm_up.lease):
+                    return WarmUpOutcome.NO_LEASE
                 if engine.num_in_flight:
                     continue
                 outcome = await self._at(warm_up)
@@ -208,6 +214,10 @@ class Warmer:
                 return outcome
             tries += 1
         return WarmUpOutcome.YIELDED
+
+    def _is_held(self, lease: Lease) -> bool:
+        """Without its lease a warm-up would compute all of the history."""
+        return self._directory.lease(lease.engine, lease.lease_id) is not None
 
     async def _at(self, warm_up: _WarmUp) -> WarmUpOutcome:
         engine = warm_up.engine
