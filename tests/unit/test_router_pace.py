@@ -18,7 +18,10 @@ NEXT = {"role": "user", "content": "Thank you."}
 
 
 def story(*messages: dict[str, Any], **fields: Any) -> Story:
-    body = json.dumps({"messages": messages, **fields}).encode()
+    return parsed(json.dumps({"messages": messages, **fields}).encode())
+
+
+def parsed(body: bytes) -> Story:
     return story_of(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
 
 
@@ -57,25 +60,36 @@ def test_a_changed_history_goes_on_from_nothing() -> None:
     assert news(story(*whole, cache_salt="s"), marks) == {}
 
 
-def test_messages_do_not_run_into_each_other() -> None:
-    """Where one message ends and the next begins is part of the history."""
-    a, b = (
-        Story(pieces=(b"ab", b"c"), frame=b""),
-        Story(pieces=(b"a", b"bc"), frame=b""),
-    )
-    assert mark(a) != mark(b)
+def test_the_frame_does_not_run_into_itself() -> None:
+    """Where one field ends and the next begins is part of the history."""
+    model, tools = story(QUESTION, model="a"), story(QUESTION, tools="a")
+    assert mark(model) != mark(tools)
 
 
-@given(
-    st.lists(st.binary(max_size=8), max_size=6),
-    st.lists(st.binary(max_size=8), max_size=6),
+texts = st.text(max_size=8)
+roles = st.sampled_from(["user", "assistant", "tool"])
+histories = st.lists(
+    st.fixed_dictionaries({"role": roles, "content": texts}), max_size=6
 )
-def test_only_a_true_continuation_counts(old: list[bytes], new: list[bytes]) -> None:
-    """A story goes on from another one exactly if it begins with all of it."""
-    before = Story(pieces=tuple(old), frame=b"f")
-    after = Story(pieces=tuple(new), frame=b"f")
+
+
+@given(histories, histories, st.sampled_from([None, 1]))
+def test_only_a_true_continuation_counts(
+    old: list[Any], new: list[Any], indent: int | None
+) -> None:
+    """A story goes on from another one exactly if it begins with all its
+    messages; what is new is what follows the answer, however it is written."""
+    before, after, longer = (
+        parsed(json.dumps({"messages": m}, indent=indent).encode())
+        for m in (old, new, old + new)
+    )
     goes_on = bool(old) and new[: len(old)] == old
     assert (news(after, {"t": mark(before)}) != {}) == goes_on
+    found = news(longer, {"t": mark(before)})
+    assert (found != {}) == bool(old)
+    answer = bool(new) and new[0]["role"] == "assistant"
+    if old:
+        assert bool(found["t"]) == (len(new) > answer)
 
 
 def test_bodies_that_are_no_chat_have_no_story() -> None:
@@ -89,7 +103,7 @@ def test_new_tokens_are_counted_on_the_high_side() -> None:
     """The estimate knows the conversation's own bytes a token, and adds to it."""
     known = paces()
     first = story(SYSTEM, QUESTION)
-    known.prefilled(TAG, num_bytes=first.num_bytes, num_tokens=first.num_bytes // 4)
+    known.prefilled(TAG, num_bytes=len(first.text), num_tokens=len(first.text) // 4)
     known.ended(TAG, turn_id="t", mark=mark(first), is_direct=False, now=0)
     found = new_tokens(known, story(SYSTEM, QUESTION, ANSWER, NEXT))
     assert len(json.dumps(NEXT)) / 4 < found["t"] < len(json.dumps(NEXT))

@@ -159,6 +159,8 @@ def excess(load: Load, mean: Load) -> float:
 
 def mean_load(loads: Sequence[Load]) -> Load:
     """The mean of several engines' loads, rounded down; of none, none."""
+    if len(loads) == 1:
+        return loads[0]
     count = max(len(loads), 1)
     return Load(
         num_in_flight=sum(load.num_in_flight for load in loads) // count,

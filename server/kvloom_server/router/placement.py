@@ -77,32 +77,52 @@ class Scene:
 
 def placed(scene: Scene) -> Priced:
     """The place for the turn."""
-    home = _priced(scene, scene.home)
+    burdens = _Burdens(scene)
+    home = _priced(scene, scene.home, burdens)
     best = min(
-        (_priced(scene, place) for place in _places(scene)),
+        (_priced(scene, place, burdens) for place in _others(scene, burdens)),
         key=lambda priced: (priced.cost_s, -_rank(scene, priced.place)),
         default=home,
     )
     stay = best if is_better(best.cost_s, than_s=home.cost_s) else home
-    if not scene.may_be_direct or scene.holder is None or scene.home.prefill is None:
+    if not scene.may_be_direct or scene.holder is None:
         return stay
     # No other engine is asked than the one that decoded last: no margin.
-    alone = Priced(
-        place=Place(prefill=None, decode=scene.holder), cost_s=_direct_s(scene)
-    )
+    alone = _direct(scene, scene.holder, burdens)
     return alone if alone.cost_s < stay.cost_s else stay
 
 
-def _places(scene: Scene) -> Iterator[Place]:
-    """All pairs that this conversation may go to."""
-    may_leave = _may_leave(scene)
+class _Burdens:
+    """What each decode engine's load costs, each told once."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.mean = mean_load([candidate.load for candidate in scene.decode])
+        self._loads = {candidate.name: candidate.load for candidate in scene.decode}
+
+    def load(self, decode: str) -> Load:
+        return self._loads.get(decode, _NO_LOAD)
+
+    def cost_s(self, decode: str) -> float:
+        load = self.load(decode)
+        return burden_s(load, self.mean)
+
+
+_NO_LOAD: Final = Load()
+
+
+def _others(scene: Scene, burdens: _Burdens) -> Iterator[Place]:
+    """The pairs besides its own that this conversation may go to."""
+    may_leave = len(scene.decode) > 1 and _may_leave(scene, burdens)
     for decode in scene.decode:
-        if decode.name == scene.home.decode or may_leave:
-            for prefill in scene.prefill:
+        is_home = decode.name == scene.home.decode
+        if not is_home and not may_leave:
+            continue
+        for prefill in scene.prefill:
+            if not is_home or prefill.name != scene.home.prefill:
                 yield Place(prefill=prefill.name, decode=decode.name)
 
 
-def _may_leave(scene: Scene) -> bool:
+def _may_leave(scene: Scene, burdens: _Burdens) -> bool:
     """Whether this is one of the conversations that its engine sheds.
 
     Each has a fixed number from 0 to 1; those below the engine's excess leave.
@@ -111,39 +131,29 @@ def _may_leave(scene: Scene) -> bool:
     home = _named(scene.decode, scene.home.decode)
     if home is None:
         return True
-    mean = mean_load([candidate.load for candidate in scene.decode])
-    return home.rank < excess(home.load, mean) * _RANKS
+    return home.rank < excess(home.load, burdens.mean) * _RANKS
 
 
-def _priced(scene: Scene, place: Place) -> Priced:
+def _priced(scene: Scene, place: Place, burdens: _Burdens) -> Priced:
     assert place.prefill is not None, "direct turns are priced by themselves"
     prefill = _named(scene.prefill, place.prefill)
-    decode = _named(scene.decode, place.decode)
+    holder = scene.holder or place.decode
     cost_s = through_prefill_s(
         _work(scene, place.prefill),
-        scene.rates(place.prefill, scene.holder or place.decode),
+        scene.rates(place.prefill, holder),
         waiting=prefill.load.num_in_flight if prefill else 0,
         is_home=place.decode == scene.home.decode,
-        threshold=scene.threshold(place.prefill, scene.holder or place.decode),
+        threshold=scene.threshold(place.prefill, holder),
     )
-    return Priced(place=place, cost_s=cost_s + _burden_s(scene, decode))
+    return Priced(place=place, cost_s=cost_s + burdens.cost_s(place.decode))
 
 
-def _direct_s(scene: Scene) -> float:
-    assert scene.holder is not None
-    assert scene.home.prefill is not None
-    decode = _named(scene.decode, scene.holder)
-    load = decode.load if decode else Load()
-    rates = scene.rates(scene.home.prefill, scene.holder)
+def _direct(scene: Scene, holder: str, burdens: _Burdens) -> Priced:
+    assert scene.home.prefill is not None, "without prefill nothing is chosen"
+    rates = scene.rates(scene.home.prefill, holder)
     work = _work(scene, scene.home.prefill)
-    return direct_s(work, rates, load) + _burden_s(scene, decode)
-
-
-def _burden_s(scene: Scene, decode: Candidate | None) -> float:
-    if decode is None:
-        return 0.0
-    mean = mean_load([candidate.load for candidate in scene.decode])
-    return burden_s(decode.load, mean)
+    cost_s = direct_s(work, rates, burdens.load(holder)) + burdens.cost_s(holder)
+    return Priced(place=Place(prefill=None, decode=holder), cost_s=cost_s)
 
 
 def _work(scene: Scene, prefill: str) -> Work:
