@@ -104,7 +104,7 @@ def test_new_tokens_are_counted_on_the_high_side() -> None:
     known = paces()
     first = story(SYSTEM, QUESTION)
     known.prefilled(TAG, num_bytes=len(first.text), num_tokens=len(first.text) // 4)
-    known.ended(TAG, turn_id="t", mark=mark(first), is_direct=False, now=0)
+    known.ended(TAG, turn_id="t", mark=mark(first), now=0)
     found = new_tokens(known, story(SYSTEM, QUESTION, ANSWER, NEXT))
     assert len(json.dumps(NEXT)) / 4 < found["t"] < len(json.dumps(NEXT))
 
@@ -113,7 +113,7 @@ def test_nothing_is_estimated_before_tokens_were_counted() -> None:
     """Without a count there is no estimate, so that nothing is risked on it."""
     known = paces()
     first = story(SYSTEM, QUESTION)
-    known.ended(TAG, turn_id="t", mark=mark(first), is_direct=False, now=0)
+    known.ended(TAG, turn_id="t", mark=mark(first), now=0)
     assert new_tokens(known, story(SYSTEM, QUESTION, ANSWER, NEXT)) == {}
 
 
@@ -123,7 +123,7 @@ def test_branches_are_remembered_up_to_a_bound() -> None:
     first = story(SYSTEM, QUESTION)
     known.prefilled(TAG, num_bytes=100, num_tokens=25)
     for i in range(10):
-        known.ended(TAG, turn_id=f"t{i}", mark=mark(first), is_direct=False, now=0)
+        known.ended(TAG, turn_id=f"t{i}", mark=mark(first), now=0)
     assert set(new_tokens(known, first)) == {f"t{i}" for i in range(6, 10)}
     assert len(known.find(TAG).marks) == MAX_MARKS
 
@@ -134,9 +134,7 @@ def test_pauses_are_learned() -> None:
     now = 0.0
     assert known.began(TAG, now) is None
     for _ in range(30):
-        known.ended(
-            TAG, turn_id="t", mark=mark(story(QUESTION)), is_direct=False, now=now
-        )
+        known.ended(TAG, turn_id="t", mark=mark(story(QUESTION)), now=now)
         now += 10
         assert known.began(TAG, now) == 10
     gaps = known.gaps(TAG)
@@ -147,7 +145,7 @@ def test_pauses_are_learned() -> None:
 def test_a_turn_that_never_ended_leaves_no_pause() -> None:
     """Retries and aborted turns are not the user's pauses."""
     known = paces()
-    known.ended(TAG, turn_id="t", mark=mark(story(QUESTION)), is_direct=False, now=0)
+    known.ended(TAG, turn_id="t", mark=mark(story(QUESTION)), now=0)
     assert known.began(TAG, 5) == 5
     assert known.began(TAG, 6) is None
 
@@ -156,7 +154,7 @@ def test_a_new_conversation_is_taken_for_a_usual_one() -> None:
     """What other conversations' tools take is the best guess for a first call."""
     known = paces()
     assert known.gaps(b"new") is None
-    known.ended(TAG, turn_id="t", mark=mark(story(QUESTION)), is_direct=False, now=0)
+    known.ended(TAG, turn_id="t", mark=mark(story(QUESTION)), now=0)
     known.began(TAG, 7)
     gaps = known.gaps(b"new")
     assert gaps is not None
@@ -178,9 +176,7 @@ def test_a_clock_that_is_put_back_leaves_no_negative_pause() -> None:
     """Pauses are never below nothing, nor above a day."""
     known = paces()
     for now in (-1e9, 1e9):
-        known.ended(
-            TAG, turn_id="t", mark=mark(story(QUESTION)), is_direct=False, now=0
-        )
+        known.ended(TAG, turn_id="t", mark=mark(story(QUESTION)), now=0)
         gap_s = known.began(TAG, now)
         assert gap_s is not None
         assert 0 <= gap_s <= MAX_GAP_S

@@ -112,7 +112,6 @@ class Experience:
             job.turn.tag,
             turn_id=job.turn_id,
             mark=job.reading.mark,
-            is_direct=job.is_direct,
             now=now,
         )
 

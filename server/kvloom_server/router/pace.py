@@ -58,8 +58,6 @@ class Pace:
     """Of the last prompt that prefill had, which it may have cached."""
     marks: tuple[tuple[str, Mark], ...] = ()
     """By turn id, newest first."""
-    is_direct: bool = False
-    """Whether decode did its last turn alone."""
 
 
 @dataclass(slots=True)
@@ -107,14 +105,12 @@ class Paces:
             ),
         )
 
-    def ended(
-        self, tag: bytes, *, turn_id: str, mark: Mark, is_direct: bool, now: float
-    ) -> None:
+    def ended(self, tag: bytes, *, turn_id: str, mark: Mark, now: float) -> None:
         """A turn was answered in full."""
         known = self.find(tag)
         others = [other for other in known.marks if other[0] != turn_id]
         marks = ((turn_id, mark), *others)[:MAX_MARKS]
-        self._put(tag, replace(known, ended=now, marks=marks, is_direct=is_direct))
+        self._put(tag, replace(known, ended=now, marks=marks))
 
     def read(self, tag: bytes, story: Story) -> Reading:
         """Compare a request with the conversation's last turns."""

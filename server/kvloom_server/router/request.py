@@ -27,6 +27,7 @@ from kvloom.protocol import (
 from .errors import BadRequestError
 from .fields import FieldRules, check_side_doors
 from .identity import short_digest
+from .story import role_of
 
 Body = dict[str, msgspec.Raw]
 
@@ -244,7 +245,7 @@ def _instructions(values: Body) -> list[bytes]:
         return []  # the engine says what is wrong with it
     found: list[bytes] = []
     for message in messages:
-        if _role(message) not in _INSTRUCTING_ROLES:
+        if role_of(message) not in _INSTRUCTING_ROLES:
             break
         found.append(bytes(message))
     return found
@@ -252,14 +253,3 @@ def _instructions(values: Body) -> list[bytes]:
 
 _SHARED_PROMPT_BYTES: Final = 1024
 """Of a plain prompt, how much counts as its shared beginning."""
-
-
-class _Message(msgspec.Struct):
-    role: str = ""
-
-
-def _role(message: msgspec.Raw) -> str:
-    try:
-        return msgspec.json.decode(message, type=_Message).role
-    except (msgspec.DecodeError, RecursionError):
-        return ""

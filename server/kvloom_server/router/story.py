@@ -121,7 +121,7 @@ def _new_bytes(rest: memoryview) -> int | None:
         messages = msgspec.json.decode(b"[" + later[1:] + b"]", type=list[msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
         return None
-    if messages and _role(messages[0]) == "assistant":
+    if messages and role_of(messages[0]) == "assistant":
         del messages[0]
     return _size(messages)
 
@@ -134,7 +134,8 @@ class _Message(msgspec.Struct):
     role: str = ""
 
 
-def _role(message: msgspec.Raw) -> str:
+def role_of(message: msgspec.Raw) -> str:
+    """Who speaks in a message; nobody in one that can't be read."""
     try:
         return msgspec.json.decode(message, type=_Message).role
     except (msgspec.DecodeError, RecursionError):
