@@ -115,16 +115,56 @@ def test_a_warm_up_reads_what_prefill_lost(pair: Pair) -> None:
     next one comes, streamed answers included."""
     with routed(pair, returns="eager", direct_tokens=0) as router:
         messages = opening(BANK, "Who owns the green account?")
-        # Returned in the background: prefill's own cache goes while decode works.
-        called = router.ask(messages, "lost", tool_choice="required", **CALLING)
+        message = streamed_call(router, messages, "cache-is-lost")
         until_warm(router)
-        page = router.http.get(f"{router.running.url}/metrics").text
-        assert 'kvloom_warm_up_total{outcome="warm"} 1.0' in page
-        messages = with_result(messages, called)
+        returned = warm_up_tokens(router, "returned")
+        assert returned > len(router.tokenize(messages))
+        call_id = message["tool_calls"][0]["id"]
+        result = {"role": "tool", "tool_call_id": call_id, "content": "Me. " * 20}
+        messages = [*messages, message, result]
         truth = router.oracle(messages, tool_choice="none", **CALLING)
-        answer = router.stream(messages, "lost", tool_choice="none", **CALLING)
-        assert answer.plan.reason is Reason.WARM
+        answer = router.stream(messages, "cache-is-lost", tool_choice="none", **CALLING)
+        assert (answer.plan.reason, answer.plan.returned_tokens) == (Reason.WARM, 0)
+        assert (answer.plan.local_tokens or 0) > returned - BLOCK_SIZE
         assert answer.token_ids == truth
+
+
+def streamed_call(router: Pair, messages: Messages, name: str) -> dict[str, Any]:
+    """A streamed turn that ends in a tool call; prefill loses its cache while
+    decode answers."""
+    stream = router.client.chat.completions.create(
+        model=router.model,
+        messages=messages,  # type: ignore[arg-type]
+        temperature=0,
+        stream=True,
+        tool_choice="required",
+        extra_headers={"X-Session-ID": name},
+        **CALLING,
+    )
+    call: dict[str, Any] = {"id": None, "type": "function"}
+    function = {"name": "", "arguments": ""}
+    has_forgotten = False
+    for chunk in stream:
+        if not has_forgotten:
+            router.forget()
+            has_forgotten = True
+        for piece in (p for c in chunk.choices for p in c.delta.tool_calls or ()):
+            call["id"] = piece.id or call["id"]
+            function["name"] += piece.function.name or ""
+            function["arguments"] += piece.function.arguments or ""
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call | {"function": function}],
+    }
+
+
+def warm_up_tokens(router: Pair, source: str) -> float:
+    """Tokens of this router's warm-ups, by where they came from."""
+    page = router.http.get(f"{router.running.url}/metrics").text
+    series = f'kvloom_warm_up_tokens_total{{source="{source}"}} '
+    lines = (line for line in page.splitlines() if line.startswith(series))
+    return sum(float(line.split()[-1]) for line in lines)
 
 
 def test_decode_does_short_turns_alone(pair: Pair) -> None:
