@@ -159,6 +159,28 @@ def test_the_same_leg_over_and_over_keeps_the_model_sound(count: int) -> None:
     assert fit.rates.pull_s < 1
 
 
+def test_an_engine_that_is_slow_alone_is_left_alone_for_a_while() -> None:
+    """A decode engine without a prefix cache computes every history anew: direct
+    turns there cost what they take, and are tried again much later."""
+    learner = Learner()
+    assert learner.direct_factor("d0") == 1
+    learner.direct_took("d0", seconds=2.0, expected_s=0.05)
+    assert learner.direct_factor("d0") > 10
+    assert learner.direct_factor("d1") == 1
+    for _ in range(200):
+        learner.direct_spared("d0")
+    assert learner.direct_factor("d0") < 1.01
+
+
+@given(st.lists(st.tuples(seconds, st.floats(0, 1e6)), max_size=20))
+def test_slow_direct_turns_are_bounded(took: list[tuple[float, float]]) -> None:
+    """Whatever the clock says, the factor stays between one and a hundred."""
+    learner = Learner()
+    for each, expected_s in took:
+        learner.direct_took("d0", seconds=each, expected_s=expected_s)
+        assert 1 <= learner.direct_factor("d0") <= 100
+
+
 def test_pairs_learn_apart_and_are_bounded() -> None:
     """Each pair of engines has its own costs; pairs that are gone are dropped."""
     learner = Learner()

@@ -82,6 +82,12 @@ def test_a_busy_decode_engine_takes_on_less_alone() -> None:
     assert planned(turn, busy).kind is PlanKind.RETURN
 
 
+def test_an_engine_that_is_slow_alone_gets_prefills_help() -> None:
+    """Where direct turns took twenty times what they should, prefill is asked."""
+    slow = replace(PRICES, direct_factor=lambda _decode: 20.0)
+    assert planned(SHORT, prices=slow).kind is PlanKind.RETURN
+
+
 def test_direct_can_be_switched_off() -> None:
     """An operator who wants decode to decode only gets that."""
     decided = planned(SHORT, prices=replace(PRICES, max_direct_tokens=0))

@@ -172,6 +172,11 @@ class DecodeLeg:
             self._feeds.let_go(let)
         return report
 
+    def streams(self, engine: Engine, job: Job, began: float) -> None:
+        """The first bytes of a stream are there, which a whole answer's are not
+        before its end."""
+        self._experience.streamed(job, engine.name, self._clock() - began)
+
     async def handle_for(
         self, engine: Engine, job: Job, granted: Granted
     ) -> str | None:
@@ -261,6 +266,7 @@ class _Relay:
             self._kept.is_stream = True
         # Not before the first bytes: until then another engine may answer.
         first = await anext(chunks, b"")
+        self._leg.streams(self._engine, self._job, self._began)
         headers = self._headers(response)
         await self._client.open_stream(200, headers, farewell=self._farewell)
         await self._pass_on(first)

@@ -50,6 +50,7 @@ class Experience:
         self.prices = Prices(
             rates=self.learner.rates,
             threshold=self.learner.threshold,
+            direct_factor=self.learner.direct_factor,
             max_direct_tokens=max_direct_tokens,
         )
 
@@ -103,6 +104,15 @@ class Experience:
         )
         self.learner.update(prefill, decode, row)
         return abs(row.seconds - expected_s)
+
+    def streamed(self, job: Job, decode: str, seconds: float) -> None:
+        """An answer's first bytes came so long after decode was asked."""
+        expected_s = job.plan.estimate_s
+        if not job.is_direct or expected_s is None:
+            self.learner.direct_spared(decode)
+        elif decode == job.plan.decode:
+            expected_s /= self.learner.direct_factor(decode)
+            self.learner.direct_took(decode, seconds=seconds, expected_s=expected_s)
 
     def ended(self, job: Job, now: float) -> None:
         """A turn was answered in full."""

@@ -34,6 +34,14 @@ EAGER_ROWS: Final = 200
 """So many first legs are all taken in, ..."""
 LEARN_EVERY: Final = 8
 """... later ones once in so many: an update costs some ten microseconds."""
+DIRECT_WEIGHT: Final = 0.3
+"""Of the newest direct turn in what direct turns of an engine really take."""
+DIRECT_FORGIVEN: Final = 0.95
+"""What is left of an engine's excess after each turn that it did otherwise: so
+it is tried again, after some dozens of turns."""
+DIRECT_FLOOR_S: Final = 0.05
+"""Up to here no direct turn is called slow."""
+MAX_DIRECT_FACTOR: Final = 100.0
 MAX_PAIRS: Final = 1024
 """Pairs of engines that are remembered; the least recently used go."""
 
@@ -174,6 +182,8 @@ class Learner:
         self._pairs: OrderedDict[tuple[str, str], PairModel] = OrderedDict()
         self._any = PairModel()
         """All legs: what a pair that was never seen is taken for."""
+        self._direct: dict[str, float] = {}
+        """Decode engines that are slower alone than was thought, by how much."""
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -182,6 +192,27 @@ class Learner:
         """Take in one leg of this pair."""
         self.pair(prefill, decode).update(row)
         self._any.update(row)
+
+    def direct_took(self, decode: str, *, seconds: float, expected_s: float) -> None:
+        """A direct turn had its first token after so long.
+
+        An engine without a prefix cache computes the whole history each time;
+        nothing but the time it takes tells.
+        """
+        ratio = _bounded_s(seconds) / max(expected_s, DIRECT_FLOOR_S)
+        bounded = min(max(ratio, 1.0), MAX_DIRECT_FACTOR)
+        known = self.direct_factor(decode)
+        self._direct[decode] = known + DIRECT_WEIGHT * (bounded - known)
+
+    def direct_spared(self, decode: str) -> None:
+        """The engine did a turn with prefill."""
+        if decode in self._direct:
+            excess = self._direct[decode] - 1
+            self._direct[decode] = 1 + DIRECT_FORGIVEN * excess
+
+    def direct_factor(self, decode: str) -> float:
+        """How many times the estimate a direct turn takes there; 1 or more."""
+        return self._direct.get(decode, 1.0)
 
     def pair(self, prefill: str, decode: str) -> PairModel:
         """This pair's model, made where there is none."""

@@ -66,6 +66,8 @@ class Scene:
     num_new: int | None
     """About how many tokens follow the lease's; ``None``: nobody knows."""
     may_be_direct: bool
+    direct_factor: float
+    """How many times the estimate direct turns take at the holder."""
     num_local: int
     """Tokens that prefill engine ``local_at`` may have cached."""
     local_at: str | None
@@ -152,7 +154,8 @@ def _direct(scene: Scene, holder: str, burdens: _Burdens) -> Priced:
     assert scene.home.prefill is not None, "without prefill nothing is chosen"
     rates = scene.rates(scene.home.prefill, holder)
     work = _work(scene, scene.home.prefill)
-    cost_s = direct_s(work, rates, burdens.load(holder)) + burdens.cost_s(holder)
+    alone_s = scene.direct_factor * direct_s(work, rates, burdens.load(holder))
+    cost_s = alone_s + burdens.cost_s(holder)
     return Priced(place=Place(prefill=None, decode=holder), cost_s=cost_s)
 
 

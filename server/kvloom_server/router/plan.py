@@ -122,6 +122,8 @@ class Prices:
     rates: Callable[[str, str], Rates] = lambda _prefill, _decode: Rates()
     """Of a prefill and a decode engine, by their names."""
     threshold: Callable[[str, str], int] = lambda _prefill, _decode: START_THRESHOLD
+    direct_factor: Callable[[str], float] = lambda _decode: 1.0
+    """How many times the estimate a decode engine's direct turns take."""
     max_direct_tokens: int = 512
     """New tokens above this never go to decode alone; 0: none do."""
 
@@ -224,6 +226,7 @@ def _scene(
         holder=lease.engine if lease else None,
         num_new=num_new,
         may_be_direct=is_short,
+        direct_factor=prices.direct_factor(lease.engine) if lease else 1.0,
         num_local=turn.prefilled_tokens,
         local_at=conversation.prefill if conversation else None,
         prefill=_candidates(fleet.prefill, turn),
