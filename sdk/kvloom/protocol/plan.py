@@ -19,7 +19,7 @@ EXPECTED_RETURN_HEADER: Final = "X-KVLoom-Expected-Return"
 the next one, should the answer end in tool calls."""
 
 MAX_EXPECTED_RETURN_S: Final = 86_400.0
-"""Longer hints are refused: nothing is kept for a day."""
+"""Longer hints count as this one: nothing is kept for a day."""
 
 PLAN_HEADER: Final = "X-KVLoom-Plan"
 """The :class:`PlanReport` of an answered turn."""

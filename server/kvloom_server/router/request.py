@@ -4,6 +4,7 @@ The body stays as it came: a table of raw JSON values, of which only those that
 matter to the router are looked into.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -151,11 +152,10 @@ def _expected_return_s(headers: Mapping[str, str]) -> float | None:
         wait_s = float(value)
     except ValueError:
         wait_s = -1.0
-    # Written so that what is no number is out of range too.
-    if 0 <= wait_s <= MAX_EXPECTED_RETURN_S:
-        return wait_s
+    if 0 <= wait_s < math.inf:
+        return min(wait_s, MAX_EXPECTED_RETURN_S)
     raise BadRequestError(
-        f"{EXPECTED_RETURN_HEADER} must be seconds, 0 to {MAX_EXPECTED_RETURN_S:.0f}",
+        f"{EXPECTED_RETURN_HEADER} must be seconds, 0 or more",
         code="invalid_expected_return",
         param=EXPECTED_RETURN_HEADER,
     )
