@@ -48,6 +48,8 @@ class Return:
     ticket: Ticket
     prompt: Prompt
     asked_at: float
+    min_tokens: int
+    """Fewer tokens than this are computed."""
     phase: Phase = Phase.ASKING
     why: Reason | None = None
     """Why nothing was pulled."""
@@ -59,7 +61,8 @@ class ReturnDesk:
     Args:
         claims: how decode engines are asked.
         block_size: tokens a block, here.
-        threshold: fewer tokens than this are computed.
+        threshold: fewer tokens than this are computed, where the router asks
+            for no other number.
         claim_timeout_s: the longest wait for an answer, seconds.
     """
 
@@ -88,11 +91,30 @@ class ReturnDesk:
         return request_id in self._returns
 
     def begin(
-        self, request_id: str, ref: LeaseRef, prompt: Prompt, *, now: float
+        self,
+        request_id: str,
+        ref: LeaseRef,
+        prompt: Prompt,
+        *,
+        now: float,
+        min_tokens: int | None = None,
     ) -> None:
-        """Claim the lease, in the background."""
+        """Claim the lease, in the background.
+
+        Args:
+            request_id: vLLM's.
+            ref: where the lease is.
+            prompt: the new one.
+            now: on the scheduler's clock, seconds.
+            min_tokens: in place of the engine's own threshold.
+        """
         ticket = self._claims.ask(ref, prompt.digests)
-        self._returns[request_id] = Return(ticket=ticket, prompt=prompt, asked_at=now)
+        self._returns[request_id] = Return(
+            ticket=ticket,
+            prompt=prompt,
+            asked_at=now,
+            min_tokens=self._threshold if min_tokens is None else max(min_tokens, 1),
+        )
 
     def look(self, request_id: str, *, num_local: int, now: float) -> Pull | None:
         """What to do with the request now.
@@ -139,7 +161,7 @@ class ReturnDesk:
             return None, Reason.MISMATCH
         # The last token is always computed: its logits are what prefill is for.
         verified = min(verified, len(prompt.tokens) - 1)
-        if verified - num_local < self._threshold:
+        if verified - num_local < record.min_tokens:
             return None, Reason.ALREADY_LOCAL
         return Pull(claimed=answer, num_tokens=verified), Reason.LEASE_HELD
 

@@ -9,9 +9,10 @@ from kvloom.protocol import (
     ENGINE_KEY,
     announce_as_of,
     awaited_of,
-    confirm_at_of,
     handover,
+    is_warm_up,
     lease_of,
+    min_tokens_of,
     prompt_mark_of,
     turn_of,
 )
@@ -24,6 +25,7 @@ from .handovers import Handovers
 from .leasing import LeaseDesk, open_service
 from .mail import PeerMail
 from .proofs import ReadProof
+from .reading import proof_of, read_params
 from .returns import Prompt, Pull, ReturnDesk, StillAskingError
 from .service import EngineIdentity, LeaseService
 from .settings import ConnectorSettings, service_port
@@ -35,9 +37,6 @@ logger = logging.getLogger("vllm.kvloom")
 IDLE_NAP_S = 0.001
 """How long an engine with nothing to compute waits for an answer at a time: long
 enough not to spin, too short to be felt."""
-
-READ_MARK = "kvloom-read"
-"""Begins the name under which prefill reports a read to decode's worker."""
 
 # What makes stock prefill read remote blocks; only a verified claim sets them.
 _REMOTE_KEYS = (
@@ -171,7 +170,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             return None, False
         if pull is None:
             return 0, False
-        params.update(_read_params(pull, self.block_size))
+        params.update(read_params(pull, self.block_size))
         return pull.num_tokens - num_computed_tokens, True
 
     def _is_awaiting(self, request: Any, params: dict[str, Any]) -> bool:
@@ -212,7 +211,13 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             ref = lease_of(params)
             if ref is None or not self._can_return(request):
                 return None
-            self._returns.begin(request_id, ref, self._prove(request), now=now)
+            self._returns.begin(
+                request_id,
+                ref,
+                self._prove(request),
+                now=now,
+                min_tokens=min_tokens_of(params),
+            )
         return self._returns.look(request_id, num_local=num_local, now=now)
 
     def _can_return(self, request: Any) -> bool:
@@ -244,7 +249,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """The scheduler took the request in."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         params = request.kv_transfer_params or {}
-        proof = _proof_of(params) if num_external_tokens else None
+        proof = proof_of(params) if num_external_tokens else None
         if proof is not None:
             self._reads[request.request_id] = proof
         if params.get("do_remote_decode"):
@@ -305,7 +310,10 @@ class LeasingScheduler(NixlPullConnectorScheduler):
     def _hand_over(
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        delay_free, params = super().request_finished(request, block_ids)
+        if is_warm_up(request.kv_transfer_params):
+            delay_free, params = False, self._keep_nothing(request)
+        else:
+            delay_free, params = super().request_finished(request, block_ids)
         self._num_local.pop(request.request_id, None)
         is_offered = self._returns.knows(request.request_id)
         outcome = self._returns.finish(request.request_id)
@@ -323,6 +331,14 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         return bool(delay_free), handover(
             params, outcome=outcome, prompt_mark=mark, confirm_at=self._confirm_at
         )
+
+    def _keep_nothing(self, request: Any) -> dict[str, Any]:
+        """End a warm-up as stock code ends an aborted request: its blocks are
+        cached, and wait for no decode engine."""
+        self._stop_heartbeat(request.request_id)
+        self._reqs_not_processed.add(request.request_id)
+        self._reqs_need_save.pop(request.request_id, None)
+        return {}
 
     @property
     def _confirm_at(self) -> str:
@@ -357,40 +373,3 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             self._service.close()
         self._mail.close()
         super().shutdown()
-
-
-def _proof_of(params: dict[str, Any]) -> ReadProof | None:
-    """Whom to ask after a read; stock prefill engines can't be asked."""
-    name = params.get("remote_request_id", "")
-    if params.get("do_remote_decode"):
-        ref = lease_of(params)
-        if ref is None:
-            return None
-        return ReadProof(
-            address=ref.address,
-            lease_id=ref.lease_id,
-            claim_id=name.removeprefix(f"{READ_MARK}-"),
-        )
-    address = confirm_at_of(params)
-    return ReadProof(address=address, lease_id=name) if address else None
-
-
-def _read_params(pull: Pull, block_size: int) -> dict[str, Any]:
-    """What stock code needs to read exactly the verified blocks.
-
-    Cut to the verified length: stock code aligns the remote list's end with
-    the last local block.
-    """
-    claimed = pull.claimed
-    num_blocks = -(-pull.num_tokens // block_size)
-    return {
-        "remote_block_ids": [group[:num_blocks] for group in claimed.blocks],
-        "remote_engine_id": claimed.engine_id,
-        "remote_request_id": f"{READ_MARK}-{claimed.claim_id}",
-        "remote_host": claimed.host,
-        "remote_port": claimed.port,
-        "remote_num_tokens": pull.num_tokens,
-        "tp_size": claimed.tp_size,
-        "dcp_size": claimed.dcp_size,
-        "pp_size": claimed.pp_size,
-    }

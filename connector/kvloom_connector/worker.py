@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
 )
 
 from .proofs import ProofDesk
-from .scheduler import READ_MARK
+from .reading import READ_MARK
 from .settings import ConnectorSettings
 from .stats import EXPIRED_SENDS, LeaseStats
 from .vllm_hooks import bound_cores, is_on_cpu

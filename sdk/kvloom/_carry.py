@@ -45,7 +45,7 @@ from .telemetry import (
     TurnStarted,
 )
 
-Returns = Literal["off", "lazy"]
+Returns = Literal["off", "lazy", "eager", "auto"]
 """A :class:`~kvloom.protocol.ReturnMode`, as users write it."""
 
 Carry = Literal["client", "router", "off"]

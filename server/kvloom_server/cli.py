@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -27,7 +27,7 @@ from .cluster.up import UpSettings
 from .cluster.verdict import judge
 from .demo import DemoError, run_demo
 from .router import serve as serve_router
-from .settings import EngineSpec, RouterSettings, parse_engine
+from .settings import EngineSpec, Returns, RouterSettings, parse_engine
 
 app = typer.Typer(
     add_completion=False,
@@ -36,7 +36,7 @@ app = typer.Typer(
     help="Every turn of an agent starts from the KV cache of the turn before.",
 )
 
-OnOff = Literal["on", "off"]
+RETURNS_HELP = "When KV goes back to prefill."
 EngineArg = Annotated[
     list[str] | None,
     typer.Option(help="A vLLM flag for every engine, as --engine-arg=--dtype=float32."),
@@ -69,7 +69,7 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="Hub id or folder; else the bundled model.")
     ] = None,
-    returns: Annotated[OnOff, typer.Option(help="KV goes back to prefill.")] = "on",
+    returns: Annotated[Returns, typer.Option(help=RETURNS_HELP)] = "on",
     connector: Annotated[
         Connector, typer.Option(help="Ours, or vLLM's own to compare with.")
     ] = Connector.KVLOOM,
@@ -93,7 +93,7 @@ def up(
         num_prefill=prefill,
         num_decode=decode,
         model=model,
-        is_returning=returns == "on",
+        returns=returns,
         connector=connector,
         engine_args=tuple(engine_arg or ()),
         prefill_args=tuple(prefill_arg or ()),
@@ -119,9 +119,7 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="0 takes a free one.")
     ] = None,
-    returns: Annotated[
-        OnOff | None, typer.Option(help="KV goes back to prefill.")
-    ] = None,
+    returns: Annotated[Returns | None, typer.Option(help=RETURNS_HELP)] = None,
     connector: Annotated[Connector | None, typer.Option()] = None,
     cluster_key_file: ClusterKeyFile = None,
 ) -> None:
@@ -135,7 +133,7 @@ def serve(
             decode=_engines("--decode", decode),
             host=host,
             port=port,
-            returns=returns and returns == "on",
+            returns=returns,
             connector=connector and connector.value,
             cluster_key_file=cluster_key_file,
         )

@@ -34,6 +34,8 @@ async def run_demo(
         # The published benchmark's case needs vLLM's endpoint that makes
         # prefill lose its cache.
         has_dev_endpoints=True,
+        # Its tables show what comes back to prefill.
+        direct_tokens=0,
         log_dir=log_dir,
         engine_args=engine_args,
     )

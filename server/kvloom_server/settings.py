@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from kvloom.protocol import CurveSide, curve_secret
+from kvloom.protocol import CurveSide, ReturnMode, curve_secret
 
 MIN_KEY_BYTES: Final = 16
 
@@ -67,6 +67,21 @@ def _engines(value: object) -> object:
 Engines = Annotated[tuple[EngineSpec, ...], NoDecode, BeforeValidator(_engines)]
 
 
+Returns = Literal["on", "off", "lazy", "eager", "auto"]
+"""When a turn's KV goes back to prefill, as operators write it."""
+
+ON: Final = ReturnMode.LAZY
+"""What ``on`` stands for."""
+
+
+def _returns(value: object) -> object:
+    """``true``, ``1`` and their likes mean ``on``, as in every other variable."""
+    text = str(value).strip().lower()
+    if text in ("true", "1", "yes"):
+        return "on"
+    return "off" if text in ("false", "0", "no") else text
+
+
 class RouterSettings(BaseSettings):
     """All that an operator can set. Times in seconds, sizes in bytes.
 
@@ -85,8 +100,18 @@ class RouterSettings(BaseSettings):
     decode: Engines = ()
     connector: Literal["kvloom", "stock"] = "kvloom"
     """``stock``: the engines run vLLM's own connector, so nothing is returned."""
-    returns: bool = True
-    """Whether a turn's KV may go back to prefill (``on`` / ``off``)."""
+    returns: Annotated[Returns, BeforeValidator(_returns)] = "on"
+    """When a turn's KV goes back to prefill: ``off``; ``lazy``, with the next
+    turn; ``eager``, while the tool runs; ``auto``, as the conversation's pauses
+    say. ``on`` leaves the choice to this release."""
+    direct_tokens: int = Field(default=512, ge=0)
+    """New tokens up to which decode may do a turn alone, where it holds the
+    history and an estimate says that it is faster. 0: never."""
+    learn_threshold: bool = True
+    """Whether pulls follow what was learned of their cost; else each engine's own
+    ``kv_recompute_threshold`` holds."""
+    max_warm_ups: int = Field(default=4, ge=0)
+    """Warm-ups of modes ``eager`` and ``auto`` at once; one a prefill engine."""
 
     handle_key: SecretStr | None = None
     handle_key_file: Path | None = None
@@ -117,6 +142,11 @@ class RouterSettings(BaseSettings):
     max_conversations: int = Field(default=10_000, ge=1)
     conversation_idle_s: float = Field(default=3600.0, gt=0)
     """A conversation that has been silent for so long is forgotten."""
+
+    @property
+    def return_mode(self) -> ReturnMode:
+        """The mode of turns whose request names none."""
+        return ON if self.returns == "on" else ReturnMode(self.returns)
 
     def cluster_key(self) -> bytes | None:
         """The cluster key, or ``None`` where none is set.

@@ -29,6 +29,8 @@ _SETTINGS = {
     "health_interval_s": 0.05,
     # A grant that is late on a busy machine is not what most tests are about.
     "handle_wait_s": 10.0,
+    # Most tests are about the way through prefill; test_router_direct.py is not.
+    "direct_tokens": 0,
 }
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

@@ -309,7 +309,7 @@ def test_openais_exceptions_are_unchanged() -> None:
 def test_a_wrong_return_mode_is_refused_at_once() -> None:
     """A misspelled mode tells me which there are."""
     with pytest.raises(ValueError, match='"off", "lazy"'):
-        OpenAI(api_key="k", kvloom_returns="eager")  # type: ignore[arg-type]
+        OpenAI(api_key="k", kvloom_returns="often")  # type: ignore[arg-type]
 
 
 def test_our_clients_are_openais() -> None:

@@ -12,6 +12,9 @@ from typing import Any
 
 START_LIMIT_S = 600
 STOP_LIMIT_S = 60
+THROUGH_PREFILL = {"KVLOOM_DIRECT_TOKENS": "0", "KVLOOM_LEARN_THRESHOLD": "false"}
+"""Most tests ask what becomes of a turn that prefill takes part in, to the token;
+``test_return_modes.py`` has routers of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class Shelf:
         command += [f"--ready-file={ready}", f"--log-dir={here / 'logs'}", *flags]
         with (here / "up.log").open("wb") as log:
             # What a killed cluster leaves behind goes with the tests' folder.
-            env = os.environ | {"TMPDIR": str(self.folder)}
+            env = os.environ | {"TMPDIR": str(self.folder)} | THROUGH_PREFILL
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         self._flags = flags
         self._running = Running(**self._await(ready, here / "up.log"))

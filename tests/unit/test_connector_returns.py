@@ -139,6 +139,24 @@ def test_a_verified_return_is_pulled_once(desk, claims):
     assert not desk.knows("r")
 
 
+@pytest.mark.parametrize(
+    ("threshold", "asked", "is_pulled"),
+    [(1, 15, False), (1, 14, True), (100, 14, True), (15, None, False), (1, -3, True)],
+)
+def test_the_router_may_ask_for_another_threshold(claims, threshold, asked, is_pulled):
+    """What was learned of this pair holds in place of the engine's own setting,
+    for this request only."""
+    desk = desk_of(claims, threshold=threshold)
+    claims.reply = answer_to(prompt())
+    desk.begin("r", REF, prompt(), now=0.0, min_tokens=asked)
+    pull = desk.look("r", num_local=8, now=0.0)
+    assert (pull is not None) == is_pulled
+    desk.admitted("r", num_local=8, num_pulled=14 if is_pulled else 0)
+    desk.read_done("r")
+    why = None if is_pulled else Reason.ALREADY_LOCAL
+    assert desk.finish("r") == outcome(8, 14 if is_pulled else 0, why)
+
+
 def test_a_request_that_waits_for_memory_is_offered_its_return_again(desk, claims):
     """Prefill verified the claim but had no free blocks: the return stands, it
     did not fail."""

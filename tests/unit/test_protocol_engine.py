@@ -14,7 +14,9 @@ from kvloom.protocol import (
     announce_as_of,
     awaited_of,
     decode_params,
+    is_warm_up,
     lease_of,
+    min_tokens_of,
     outcome_of,
     prefill_params,
     turn_of,
@@ -54,6 +56,32 @@ def test_a_lease_reaches_the_prefill_engine(ref):
     assert lease_of(params) == ref
     assert params["do_remote_decode"] is True
     assert params["do_remote_prefill"] is False
+
+
+def test_a_warm_up_says_that_nobody_follows():
+    """Prefill hears what to read, from how many tokens on, and to keep nothing."""
+    ref = LeaseRef(lease_id="l", address="tcp://d:1")
+    params = through_json(prefill_params(ref, min_tokens=32, is_warm_up=True))
+    assert (lease_of(params), min_tokens_of(params)) == (ref, 32)
+    assert is_warm_up(params)
+    turn = through_json(prefill_params(ref))
+    assert min_tokens_of(turn) is None
+    assert not is_warm_up(turn)
+    assert min_tokens_of(prefill_params(None, min_tokens=32)) is None
+
+
+@pytest.mark.parametrize("value", [None, True, "32", 1.5, [32], {}])
+def test_a_threshold_that_is_none_is_left_to_the_engine(value):
+    """Only a number of tokens is one; none is below a token."""
+    assert min_tokens_of({ENGINE_KEY: {"min_tokens": value}}) is None
+    assert min_tokens_of({ENGINE_KEY: {"min_tokens": -7}}) == 1
+
+
+@given(JSON)
+def test_only_true_is_a_warm_up(value):
+    """A turn that decode waits for is never taken for a warm-up by mistake."""
+    assert is_warm_up({ENGINE_KEY: {"is_warm_up": value}}) == (value is True)
+    assert not is_warm_up({ENGINE_KEY: [value]})
 
 
 def test_a_cold_turn_names_no_lease():

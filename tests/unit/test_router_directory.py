@@ -99,6 +99,65 @@ def test_branches_keep_their_leases_up_to_a_bound() -> None:
     assert names(known) == turn_ids[:0:-1]
 
 
+def warmed(known: Directory) -> str:
+    """A conversation whose last turn prefill has read; that turn's id."""
+    turn_id = new_turn_id(TAG)
+    known.began(TAG, prefill="p0", decode="d0", now=NOW)
+    known.apply("d0", event(turn_id), NOW)
+    lease = known.lease("d0", turn_id)
+    assert lease is not None
+    let = known.warmed(TAG, lease, prefill="p1")
+    assert let == [Let(engine="d0", lease_id=turn_id)]
+    known.check_integrity()
+    return turn_id
+
+
+def test_a_warm_up_ends_the_lease_and_is_remembered() -> None:
+    """Decode's memory is free at once, and the next turn goes to where the
+    history is now."""
+    known = directory()
+    turn_id = warmed(known)
+    found = known.find(TAG)
+    assert found is not None
+    assert found.leases == ()
+    assert found.prefill == "p1"
+    assert found.warm is not None
+    assert (found.warm.lease_id, found.warm.num_tokens) == (turn_id, 64)
+    assert known.num_resident("d0") == 0
+    # What the engine says of it afterwards changes nothing.
+    known.apply("d0", event(turn_id, LeaseState.RELEASED), NOW)
+    assert known.find(TAG) == found
+
+
+def test_a_warm_prefill_engine_counts_for_one_turn() -> None:
+    """The next turn, or a newer one's lease, takes its place; so does a loss of
+    the engine."""
+    for end in (
+        lambda known: known.began(TAG, prefill=None, decode="d0", now=NOW),
+        lambda known: known.apply("d0", event(new_turn_id(TAG)), NOW),
+        lambda known: known.cooled("p1"),
+    ):
+        known = directory()
+        warmed(known)
+        end(known)
+        found = known.find(TAG)
+        assert found is not None
+        assert found.warm is None
+        known.check_integrity()
+
+
+def test_a_warm_up_for_a_turn_that_is_gone_changes_nothing() -> None:
+    """The lease ended, or the conversation was forgotten, while prefill read."""
+    known = directory()
+    lease = Lease(lease_id=new_turn_id(TAG), engine="d0", num_tokens=9, deadline_unix=9)
+    assert known.warmed(TAG, lease, prefill="p0") == []
+    known.began(TAG, prefill="p0", decode="d0", now=NOW)
+    assert known.warmed(TAG, lease, prefill="p0") == []
+    found = known.find(TAG)
+    assert found is not None
+    assert found.warm is None
+
+
 def test_a_fork_does_not_end_the_branch_it_left() -> None:
     """An edited history keeps the old one's lease; a continuation ends it."""
     lease = Lease(lease_id="l", engine="d0", num_tokens=1000, deadline_unix=NOW)
@@ -232,6 +291,18 @@ class AnyHistory(RuleBasedStateMachine):
     def turn(self, tag: bytes, decode: str, prefill: str | None) -> None:
         self.known.began(tag, prefill=prefill, decode=decode, now=self.now)
         assert self.known.find(tag) is not None
+
+    @rule(tag=tags, engine=engines, lease_id=lease_ids)
+    def warm_up(self, tag: bytes, engine: str, lease_id: str) -> None:
+        lease = self.known.lease(engine, lease_id)
+        if lease is None:
+            return
+        for let in self.known.warmed(tag, lease, prefill="p0"):
+            assert self.known.lease(let.engine, let.lease_id) is None
+
+    @rule()
+    def cool_down(self) -> None:
+        self.known.cooled("p0")
 
     @rule(seconds=st.floats(0, 30))
     def time_passes(self, seconds: float) -> None:

@@ -36,7 +36,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     read = RouterSettings(port=9001)
     assert [engine.url for engine in read.prefill] == ["http://a:1", "http://b:1"]
     assert read.decode[0].lease_address == "tcp://c:2"
-    assert (read.returns, read.port) == (False, 9001)
+    assert (read.returns, read.port) == ("off", 9001)
 
 
 def test_a_wrong_setting_is_refused_by_name() -> None:

@@ -88,20 +88,31 @@ class PrefillOutcome:
 
 
 def prefill_params(
-    lease: LeaseRef | None, *, announce_as: str | None = None
+    lease: LeaseRef | None,
+    *,
+    announce_as: str | None = None,
+    min_tokens: int | None = None,
+    is_warm_up: bool = False,
 ) -> dict[str, Any]:
     """``kv_transfer_params`` of a prefill leg.
 
     Args:
         lease: what to pull.
         announce_as: the name under which a decode engine waits for the prompt.
+        min_tokens: fewer tokens than this are computed, not pulled; ``None``
+            leaves it to the engine's ``kv_recompute_threshold``.
+        is_warm_up: no decode leg follows: prefill keeps nothing for one.
     """
     params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
     ours: dict[str, Any] = {}
     if lease is not None:
         ours["lease"] = lease.as_json()
+        if min_tokens is not None:
+            ours["min_tokens"] = min_tokens
     if announce_as is not None:
         ours["announce_as"] = announce_as
+    if is_warm_up:
+        ours["is_warm_up"] = True
     if ours:
         params[ENGINE_KEY] = ours
     return params
@@ -177,6 +188,21 @@ def awaited_of(params: Mapping[str, Any]) -> PromptRef | None:
     """The prompt that a decode leg waits for."""
     ours = params.get(ENGINE_KEY)
     return PromptRef.of_json(ours.get("awaited")) if isinstance(ours, Mapping) else None
+
+
+def min_tokens_of(params: Mapping[str, Any]) -> int | None:
+    """The fewest tokens that a prefill leg is to pull; 1 or more."""
+    ours = params.get(ENGINE_KEY)
+    least = ours.get("min_tokens") if isinstance(ours, Mapping) else None
+    if not isinstance(least, int) or isinstance(least, bool):
+        return None
+    return max(least, 1)
+
+
+def is_warm_up(params: Mapping[str, Any]) -> bool:
+    """Whether no decode leg follows a prefill leg."""
+    ours = params.get(ENGINE_KEY)
+    return isinstance(ours, Mapping) and ours.get("is_warm_up") is True
 
 
 def turn_of(params: Mapping[str, Any]) -> str | None:

@@ -18,6 +18,9 @@ EXPECTED_RETURN_HEADER: Final = "X-KVLoom-Expected-Return"
 """Seconds, as a decimal number: how long after this turn's end the client expects
 the next one, should the answer end in tool calls."""
 
+MAX_EXPECTED_RETURN_S: Final = 86_400.0
+"""Longer hints count as this one: nothing is kept for a day."""
+
 PLAN_HEADER: Final = "X-KVLoom-Plan"
 """The :class:`PlanReport` of an answered turn."""
 
@@ -29,6 +32,11 @@ class ReturnMode(StrEnum):
     """Never: plain prefill/decode disaggregation."""
     LAZY = "lazy"
     """When the next turn arrives."""
+    EAGER = "eager"
+    """After a turn that ends in a tool call, while the tool runs."""
+    AUTO = "auto"
+    """``eager`` where the conversation's own pauses say that it pays, else
+    ``lazy``."""
 
 
 class PlanKind(StrEnum):
@@ -62,6 +70,14 @@ class Reason(StrEnum):
     DECODE_ALONE = "decode_alone"
     """The request's form needs one engine: several answers of one prompt, or
     the prompt's log-probabilities."""
+    SHORT = "short"
+    """The decode engine holds the history, and what is new costs less there
+    than on its way through prefill."""
+    WARM = "warm"
+    """The history went back to prefill while the tool ran."""
+    MOVED = "moved"
+    """The engine that holds the lease is overloaded: the history is pulled from
+    there, and another decode engine goes on."""
     ALREADY_LOCAL = "already_local"
     """Prefill had nearly all of it: below ``kv_recompute_threshold``."""
     MISMATCH = "mismatch"

@@ -18,7 +18,9 @@ from kvloom.protocol import (
     LeaseRef,
     PrefillOutcome,
     Reason,
+    is_warm_up,
     lease_of,
+    min_tokens_of,
     turn_of,
 )
 
@@ -192,9 +194,10 @@ class EngineCore:
         if lease is None:
             return Loaded()
         local = num_held * prompt.block_size
-        if not self._is_worth(len(prompt.token_ids) - 1 - local):
+        least = min_tokens_of(params) or self._options.kv_recompute_threshold
+        if len(prompt.token_ids) - 1 - local < max(least, 1):
             return Loaded(why=Reason.ALREADY_LOCAL)
-        return await self._return(lease, prompt, num_held=num_held)
+        return await self._return(lease, prompt, num_held=num_held, least=max(least, 1))
 
     def _fetch(
         self, params: Mapping[str, Any], prompt: Prompt, *, num_held: int
@@ -213,7 +216,7 @@ class EngineCore:
         return Loaded(num_tokens=num_tokens, first_block=num_held, content=content)
 
     async def _return(
-        self, lease: LeaseRef, prompt: Prompt, *, num_held: int
+        self, lease: LeaseRef, prompt: Prompt, *, num_held: int, least: int
     ) -> Loaded:
         """Prefill pulls a leased history; what fails is computed here."""
         assert self._context is not None, "start the engine before its first turn"
@@ -223,8 +226,8 @@ class EngineCore:
                 proven = verified_tokens(answer, prompt)
                 trusted = trusted_tokens(answer, prompt)
                 num_tokens = trusted if self._faults.skips_verification else proven
-                if not self._is_worth(num_tokens - num_held * prompt.block_size):
-                    is_other = not self._is_worth(num_tokens) and num_tokens < trusted
+                if num_tokens - num_held * prompt.block_size < least:
+                    is_other = num_tokens < least and num_tokens < trusted
                     return Loaded(
                         why=Reason.MISMATCH if is_other else Reason.ALREADY_LOCAL
                     )
@@ -239,9 +242,6 @@ class EngineCore:
         except ReadError:
             return Loaded(why=Reason.READ_FAILED)
         return Loaded(num_tokens=num_tokens, first_block=num_held, content=content)
-
-    def _is_worth(self, num_tokens: int) -> bool:
-        return num_tokens >= max(self._options.kv_recompute_threshold, 1)
 
     def _thank(self, params: Mapping[str, Any]) -> None:
         """Tell prefill that its blocks have been read or are not needed."""
@@ -261,7 +261,10 @@ class EngineCore:
         self._end(turn)
 
     def _handover(self, turn: Turn) -> dict[str, Any]:
-        """What decode needs to fetch the prompt's KV, pinned until it has."""
+        """What decode needs to fetch the prompt's KV, pinned until it has; of a
+        warm-up, which no decode follows, only what became of it."""
+        if is_warm_up(turn.ask.params):
+            return {ENGINE_KEY: turn.outcome.as_json()}
         num_tokens = len(turn.prompt.token_ids)
         blocks = turn.blocks[: -(-num_tokens // self._options.block_size)]
         self._pin(turn.request_id, blocks)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvloom_server.router import RouterServer
-from kvloom_server.settings import EngineSpec, RouterSettings
+from kvloom_server.settings import EngineSpec, Returns, RouterSettings
 
 from . import model as bundled
 from .checks import check_model, read_cluster_key
@@ -45,7 +45,10 @@ class UpSettings:
     num_decode: int = 1
     model: str | None = None
     """A hub id or a folder; ``None``: the bundled model."""
-    is_returning: bool = True
+    returns: Returns = "on"
+    """When a turn's KV goes back to prefill."""
+    direct_tokens: int | None = None
+    """As in the router's settings; ``None`` leaves it to them."""
     connector: Connector = Connector.KVLOOM
     engine_args: tuple[str, ...] = ()
     prefill_args: tuple[str, ...] = ()
@@ -56,6 +59,10 @@ class UpSettings:
     log_dir: Path | None = None
     """``None``: a temporary folder that stays, because its logs explain."""
     start_timeout_s: float = 900.0
+
+    @property
+    def is_returning(self) -> bool:
+        return self.returns != "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,16 +236,19 @@ def router_settings(settings: UpSettings, slots: list[EngineSlot]) -> RouterSett
             if s.role is role
         )
 
-    return RouterSettings(
+    made = RouterSettings(
         port=settings.port,
         connector=settings.connector.value,
-        returns=settings.is_returning,
+        returns=settings.returns,
         prefill=specs(Role.PREFILL),
         decode=specs(Role.DECODE),
         # Also where it is None: a variable that only the router reads would have
         # it speak CURVE to engines that do not.
         cluster_key_file=_key_file(settings),
     )
+    if settings.direct_tokens is None:
+        return made
+    return made.model_copy(update={"direct_tokens": settings.direct_tokens})
 
 
 @asynccontextmanager

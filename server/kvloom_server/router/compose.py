@@ -9,13 +9,13 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from kvloom.protocol import ReturnMode
 from kvloom_server.settings import RouterSettings
 
 from .app import RouterApp
 from .decode import DecodeLeg
 from .directory import Directory, Let
 from .engines import Engine, Engines
+from .experience import Experience
 from .feed import PROBE_S, Feeds, Followed
 from .metrics import Metrics
 from .prefill import PrefillLeg
@@ -23,6 +23,7 @@ from .seal import Sealer
 from .strays import Strays
 from .turn import Conductor
 from .upstream import AiohttpUpstream, Upstream
+from .warm import Warmer
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def build_app(
             await stack.enter_async_context(parts.feeds.running(up))
             stack.push_async_callback(parts.strays.close)
             stack.push_async_callback(prefill.close)
+            stack.push_async_callback(parts.warmer.close)
             yield
 
     return RouterApp(
@@ -93,6 +95,8 @@ class _Parts:
     directory: Directory
     feeds: Feeds
     strays: Strays
+    warmer: Warmer
+    experience: Experience
     sealer: Sealer
     metrics: Metrics
     clock: Callable[[], float]
@@ -127,14 +131,29 @@ def _parts(
     strays = Strays(
         engines=engines, upstream=upstream, api_key=api_key, count=metrics.stray
     )
+    feeds = _feeds(settings, engines, directory, metrics, wall_clock)
+    experience = _experience(settings, metrics)
+    warmer = Warmer(
+        engines=engines,
+        upstream=upstream,
+        directory=directory,
+        let_go=feeds.let_go,
+        experience=experience,
+        metrics=metrics,
+        api_key=api_key,
+        max_at_once=settings.max_warm_ups,
+        clock=clock,
+    )
     return _Parts(
         settings=settings,
         upstream=upstream,
         api_key=api_key,
         engines=engines,
         directory=directory,
-        feeds=_feeds(settings, engines, directory, metrics, wall_clock),
+        feeds=feeds,
         strays=strays,
+        warmer=warmer,
+        experience=experience,
         sealer=_sealer(settings),
         metrics=metrics,
         clock=clock,
@@ -147,6 +166,8 @@ def _prefill(parts: _Parts) -> PrefillLeg:
         engines=parts.engines,
         upstream=parts.upstream,
         strays=parts.strays,
+        warmer=parts.warmer,
+        experience=parts.experience,
         metrics=parts.metrics,
         timeout_s=parts.settings.prefill_timeout_s,
         api_key=parts.api_key,
@@ -161,6 +182,8 @@ def _decode(parts: _Parts) -> DecodeLeg:
         directory=parts.directory,
         feeds=parts.feeds,
         strays=parts.strays,
+        warmer=parts.warmer,
+        experience=parts.experience,
         sealer=parts.sealer,
         metrics=parts.metrics,
         handle_wait_s=parts.settings.handle_wait_s,
@@ -177,13 +200,25 @@ def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
         prefill=prefill,
         decode=_decode(parts),
         strays=parts.strays,
+        warmer=parts.warmer,
+        experience=parts.experience,
         sealer=parts.sealer,
         metrics=parts.metrics,
-        mode=ReturnMode.LAZY if parts.settings.returns else ReturnMode.OFF,
+        mode=parts.settings.return_mode,
         can_return=parts.settings.connector == "kvloom",
         clock=parts.clock,
         wall_clock=parts.wall_clock,
     )
+
+
+def _experience(settings: RouterSettings, metrics: Metrics) -> Experience:
+    experience = Experience(
+        max_conversations=settings.max_conversations,
+        max_direct_tokens=settings.direct_tokens,
+        learns_threshold=settings.learn_threshold,
+    )
+    metrics.watch_thresholds(experience.learner.thresholds)
+    return experience
 
 
 def _aiohttp(settings: RouterSettings) -> AiohttpUpstream:
@@ -213,6 +248,8 @@ def _feeds(
 
     def changed(engine: Engine) -> None:
         feeds.kick(engine.name)
+        if not engine.is_up:
+            directory.cooled(engine.name)
 
     engines.on_change.append(changed)
     return feeds

@@ -15,11 +15,13 @@ from .directory import Directory, continues
 from .engines import Engine, Engines
 from .errors import RouterError, engine_failed, engine_failed_midway
 from .exchange import Exchange
+from .experience import Experience
 from .feed import Feeds
 from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault, kept
 from .legs import decode_body
 from .metrics import Metrics
 from .plan import Lease, next_decode
+from .replay import KeptAnswer
 from .seal import Binding, Sealed, Sealer
 from .splice import TailSplicer, spliced
 from .strays import Strays
@@ -31,6 +33,7 @@ from .upstream import (
     UpstreamResponse,
     read_all,
 )
+from .warm import Warmer
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,8 @@ class DecodeLeg:
         directory: Directory,
         feeds: Feeds,
         strays: Strays,
+        warmer: Warmer,
+        experience: Experience,
         sealer: Sealer,
         metrics: Metrics,
         handle_wait_s: float,
@@ -64,6 +69,8 @@ class DecodeLeg:
         self._directory = directory
         self._feeds = feeds
         self._strays = strays
+        self._warmer = warmer
+        self._experience = experience
         self._sealer = sealer
         self._metrics = metrics
         self._handle_wait_s = handle_wait_s
@@ -123,15 +130,26 @@ class DecodeLeg:
         client: Exchange,
     ) -> str:
         turn_id = job.turn_id if job.asks_lease else None
-        body = decode_body(job.request.body, params, turn_id=turn_id)
+        body = decode_body(
+            job.request.body,
+            params,
+            turn_id=turn_id,
+            expected_return_s=self._experience.expected_return_s(job),
+        )
         request = job.leg(engine, body, api_key=self._api_key)
         lease = job.plan.lease
-        if job.asks_lease and lease and continues(job.outcome, lease):
+        if job.asks_lease and lease and _goes_on(job, engine, lease):
             self._directory.supersede(job.turn_id, lease)
         began = self._clock()
         with self._feeds.announcements.expected(job.turn_id) as granted:
-            relay = _Relay(self, engine, job, client, granted, began)
-            return await relay.run(request)
+            kept = self._warmer.keeper(job)
+            relay = _Relay(self, engine, job, client, granted, began, kept)
+            outcome = await relay.run(request)
+            if outcome == "ok":
+                self._experience.ended(job, self._clock())
+                lease = granted.result() if granted.done() else None
+                self._warmer.ended(job, lease, kept)
+            return outcome
 
     async def send(self, request: UpstreamRequest) -> UpstreamResponse:
         return await self._upstream.send(request)
@@ -153,6 +171,11 @@ class DecodeLeg:
             )
             self._feeds.let_go(let)
         return report
+
+    def streams(self, engine: Engine, job: Job, began: float) -> None:
+        """The first bytes of a stream are there, which a whole answer's are not
+        before its end."""
+        self._experience.streamed(job, engine.name, self._clock() - began)
 
     async def handle_for(
         self, engine: Engine, job: Job, granted: Granted
@@ -203,7 +226,9 @@ class _Relay:
         client: Exchange,
         granted: Granted,
         began: float,
+        kept: KeptAnswer | None,
     ) -> None:
+        self._kept = kept
         self._leg = leg
         self._engine = engine
         self._job = job
@@ -229,14 +254,19 @@ class _Relay:
             return await self._break_off(error)
         if response.status != 200:
             raise EngineAnswerError(response.status, response.headers, body)
+        if self._kept is not None:
+            self._kept.feed(body)
         headers = self._headers(response)
         await self._client.reply(200, headers, spliced(body, await self._handle()))
         return "ok"
 
     async def _stream(self, response: UpstreamResponse) -> str:
         chunks = response.body()
+        if self._kept is not None:
+            self._kept.is_stream = True
         # Not before the first bytes: until then another engine may answer.
         first = await anext(chunks, b"")
+        self._leg.streams(self._engine, self._job, self._began)
         headers = self._headers(response)
         await self._client.open_stream(200, headers, farewell=self._farewell)
         await self._pass_on(first)
@@ -247,6 +277,8 @@ class _Relay:
 
     async def _pass_on(self, chunk: bytes) -> None:
         self._engine.worked()
+        if self._kept is not None:
+            self._kept.feed(chunk)
         data = self._splicer.feed(chunk)
         if self._splicer.is_done:
             data += self._splicer.finish(await self._handle())
@@ -274,6 +306,16 @@ class _Relay:
 
     async def _handle(self) -> str | None:
         return await self._leg.handle_for(self._engine, self._job, self._granted)
+
+
+def _goes_on(job: Job, engine: Engine, lease: Lease) -> bool:
+    """Whether the turn goes on from all of ``lease``, so that its own replaces it.
+
+    Decode alone is only asked where the request continues the lease's own.
+    """
+    if job.is_direct:
+        return engine.name == lease.engine
+    return continues(job.outcome, lease)
 
 
 def _last_word(refused: EngineAnswerError | None) -> Exception:

@@ -20,7 +20,7 @@ from kvloom.protocol import (
 )
 
 from .identity import tag_of
-from .plan import Conversation, Lease
+from .plan import Conversation, Lease, Warm
 
 MAX_LEASES: Final = 4
 """Live leases a conversation: forks and branches; the newest are kept."""
@@ -59,6 +59,8 @@ class Directory:
         self._leases: dict[str, dict[str, Lease]] = {}
         self._bound: Counter[str] = Counter()
         """Conversations by the decode engine that they are bound to."""
+        self._resident: Counter[str] = Counter()
+        """Tokens of live leases, by engine."""
         self._boots: dict[str, str] = {}
         self._whole: set[str] = set()
         """Engines whose feed is whole: what it does not list is gone."""
@@ -90,6 +92,10 @@ class Directory:
         """How many conversations are bound to this decode engine."""
         return self._bound[engine]
 
+    def num_resident(self, engine: str) -> int:
+        """How many tokens this decode engine keeps in leases."""
+        return self._resident[engine]
+
     # --- turns
 
     def began(
@@ -100,9 +106,35 @@ class Directory:
         if known is None:
             known = Conversation(tag=tag, seen_unix=now)
         prefill = prefill if prefill is not None else known.prefill
-        self._put(replace(known, prefill=prefill, decode=decode, seen_unix=now))
+        self._put(
+            replace(known, prefill=prefill, decode=decode, seen_unix=now, warm=None)
+        )
         self._conversations.move_to_end(tag)
         return self._shrink(now)
+
+    def warmed(self, tag: bytes, lease: Lease, *, prefill: str) -> list[Let]:
+        """Prefill engine ``prefill`` has read this conversation's last turn, so
+        that its lease is no longer wanted; nothing if it is not held any more."""
+        known = self._conversations.get(tag)
+        held = self.lease(lease.engine, lease.lease_id)
+        if known is None or held is None or tag_of(lease.lease_id) != tag:
+            return []
+        self._drop(lease.engine, lease.lease_id, Reason.LEASE_GONE)
+        warm = Warm(
+            lease_id=lease.lease_id,
+            prefill=prefill,
+            decode=lease.engine,
+            num_tokens=held.num_tokens,
+        )
+        self._put(replace(self._conversations[tag], prefill=prefill, warm=warm))
+        return [_let(lease)]
+
+    def cooled(self, engine: str) -> None:
+        """The prefill engine has lost its cache: it went down."""
+        for tag, known in list(self._conversations.items()):
+            if known.warm is not None and known.warm.prefill == engine:
+                # In place, not at the end: nobody used it.
+                self._conversations[tag] = replace(known, warm=None)
 
     def supersede(self, turn_id: str, lease: Lease) -> None:
         """Once ``turn_id`` has its own lease, ``lease`` is no longer wanted."""
@@ -168,9 +200,15 @@ class Directory:
             # Learned from the engine: after our own restart, or from a turn
             # that another router served.
             known = Conversation(tag=tag, seen_unix=now, decode=lease.engine)
-        is_new = self.lease(lease.engine, lease.lease_id) is None
+        held = self.lease(lease.engine, lease.lease_id)
+        is_new = held is None
+        self._resident[lease.engine] += lease.num_tokens
+        self._resident[lease.engine] -= held.num_tokens if held is not None else 0
         self._leases.setdefault(lease.engine, {})[lease.lease_id] = lease
-        self._put(replace(known, leases=_placed(known.leases, lease), lost=None))
+        # A newer turn than the one that prefill is warm for.
+        warm = None if is_new else known.warm
+        leases = _placed(known.leases, lease)
+        self._put(replace(known, leases=leases, lost=None, warm=warm))
         if not is_new:
             return []
         self._conversations.move_to_end(tag)
@@ -195,6 +233,7 @@ class Directory:
         tag = tag_of(lease_id)
         if lease is None or tag is None:
             return
+        self._resident[engine] -= lease.num_tokens
         known = self._conversations[tag]
         left = tuple(held for held in known.leases if held != lease)
         lost = None if left else why
@@ -252,6 +291,11 @@ class Directory:
         assert len(self) <= self._max_conversations, "too many conversations"
         bound = Counter(c.decode for c in self._conversations.values() if c.decode)
         assert bound == +self._bound, "bindings are miscounted"
+        resident = {
+            engine: sum(lease.num_tokens for lease in held.values())
+            for engine, held in self._leases.items()
+        }
+        assert +Counter(resident) == +self._resident, "tokens are miscounted"
         for tag, conversation in self._conversations.items():
             assert conversation.tag == tag
             assert len(conversation.leases) <= MAX_LEASES, "too many leases"

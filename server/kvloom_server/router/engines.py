@@ -60,6 +60,9 @@ class Engine:
         self.mark = short_digest(spec.url)
         """Stands for the engine in handles: the same at every start."""
         self.num_in_flight = 0
+        self.idle = asyncio.Event()
+        """Set while nothing is in flight."""
+        self.idle.set()
         self.models: dict[str, msgspec.Raw] = {}
         """What ``/v1/models`` said last, by id; kept while it is down."""
         self.num_slow_checks = 0
@@ -88,6 +91,7 @@ class Engine:
             EngineLostError: the engine was lost inside the block.
         """
         self.num_in_flight += 1
+        self.idle.clear()
         try:
             async with asyncio.timeout(None) as leg:
                 self._legs.add(leg)
@@ -98,6 +102,8 @@ class Engine:
             raise EngineLostError("it went down or hung") from None
         finally:
             self.num_in_flight -= 1
+            if not self.num_in_flight:
+                self.idle.set()
             self._legs.discard(leg)
 
     def worked(self) -> None:
@@ -186,18 +192,24 @@ class Engines:
         return next((e for e in self.decode if e.mark == mark), None)
 
     def fleet(
-        self, model: str, num_bound: Callable[[str], int] = lambda _name: 0
+        self,
+        model: str,
+        num_bound: Callable[[str], int] = lambda _name: 0,
+        num_resident: Callable[[str], int] = lambda _name: 0,
     ) -> Fleet:
         """The engines for one turn, as they are now.
 
         Args:
             model: the client's; empty means any.
             num_bound: conversations bound to a decode engine, by its name.
+            num_resident: tokens that a decode engine keeps in leases.
         """
         return Fleet(
             prefill=[_view(e, 0) for e in self.prefill if e.serves(model)],
             decode=[
-                _view(e, num_bound(e.name)) for e in self.decode if e.serves(model)
+                _view(e, num_bound(e.name), num_resident(e.name))
+                for e in self.decode
+                if e.serves(model)
             ],
         )
 
@@ -345,10 +357,13 @@ def _model_id(raw: msgspec.Raw) -> str:
     return msgspec.json.decode(raw, type=_Model).id
 
 
-def _view(engine: Engine, num_conversations: int) -> EngineView:
+def _view(
+    engine: Engine, num_conversations: int, resident_tokens: int = 0
+) -> EngineView:
     return EngineView(
         name=engine.name,
         is_up=engine.is_up,
         num_in_flight=engine.num_in_flight,
         num_conversations=num_conversations,
+        resident_tokens=resident_tokens,
     )

@@ -19,6 +19,7 @@ from .identity import new_turn_id
 from .legs import leg_headers
 from .plan import Plan, Turn
 from .request import TurnRequest
+from .story import Reading
 from .upstream import UpstreamRequest
 
 MAX_ATTEMPTS: Final = 3
@@ -66,6 +67,11 @@ class Prefilled(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
     usage: _Usage | None = None
 
+    @property
+    def outcome(self) -> PrefillOutcome | None:
+        """What the engine's connector says that it did."""
+        return outcome_of(self.kv_transfer_params or {})
+
 
 @dataclass(slots=True, kw_only=True)
 class Job:
@@ -79,6 +85,8 @@ class Job:
     """On the monotonic clock."""
     turn_id: str
     asks_lease: bool
+    reading: Reading | None = None
+    """What is remembered of the request, where its conversation is known."""
     prefill: Engine | None = None
     """Who did the prefill leg, once it is done."""
     prefilled: Prefilled | None = None
@@ -99,20 +107,37 @@ class Job:
 
     @property
     def outcome(self) -> PrefillOutcome | None:
-        return outcome_of(self.transfer_params or {})
+        return self.prefilled.outcome if self.prefilled else None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether decode does the turn alone, on the history that it holds."""
+        return self.plan.kind is PlanKind.DIRECT
 
     def rename(self) -> None:
         """Another attempt gets another name: the first may still be granted."""
         self.turn_id = new_turn_id(self.turn.tag)
 
     def leg(
-        self, engine: Engine, body: bytes, *, api_key: str | None
+        self,
+        engine: Engine,
+        body: bytes,
+        *,
+        api_key: str | None,
+        name: str | None = None,
     ) -> UpstreamRequest:
-        """The request of one leg. ``api_key``: the engines' own."""
+        """The request of one leg.
+
+        Args:
+            engine: who gets it.
+            body: of the request.
+            api_key: the engines' own.
+            name: in place of the turn's.
+        """
         headers = leg_headers(
             self.request,
             self.client_headers,
-            turn_id=self.turn_id,
+            turn_id=self.turn_id if name is None else name,
             api_key=api_key,
         )
         url = engine.spec.url + self.request.api
@@ -123,6 +148,10 @@ class Job:
         kind, reason = self.plan.kind, self.plan.reason
         if self.plan.prefill is not None and self.prefill is None:
             kind, reason = PlanKind.COLD, Reason.PREFILL_DOWN
+        elif self.is_direct and decode != self.plan.decode:
+            kind, reason = PlanKind.COLD, Reason.ENGINE_GONE
+        elif self._has_cooled:
+            kind, reason = PlanKind.COLD, Reason.LEASE_GONE
         elif self.outcome is not None and self.plan.lease is not None:
             reason = _known_reason(self.outcome.why) or reason
         prompt, local, returned = self._counts()
@@ -136,6 +165,12 @@ class Job:
             returned_tokens=returned,
             computed_tokens=_rest(prompt, local, returned),
         )
+
+    @property
+    def _has_cooled(self) -> bool:
+        """Whether prefill was thought to be warm, and had lost most of it."""
+        own = self.outcome
+        return own is not None and 2 * own.local_tokens < self.plan.num_warm
 
     def _counts(self) -> tuple[int | None, int | None, int | None]:
         """Tokens of the prompt: all, prefill's own, returned."""

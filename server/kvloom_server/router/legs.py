@@ -74,8 +74,17 @@ FORWARDED_HEADERS: Final = (
 """The client's headers that engines get; keys and cookies are not among them."""
 
 
-def prefill_body(body: Body, lease: LeaseRef | None) -> bytes:
+def prefill_body(
+    body: Body,
+    lease: LeaseRef | None,
+    *,
+    min_tokens: int | None = None,
+    is_warm_up: bool = False,
+) -> bytes:
     """The prefill leg: the same prompt, one token, and what to pull.
+
+    ``min_tokens`` and ``is_warm_up`` are those of
+    :func:`~kvloom.protocol.prefill_params`.
 
     With tools the tool choice becomes ``none``: a forced call of one token is
     an HTTP 500 in vLLM. The tools stay in the prompt unless the engine runs
@@ -87,12 +96,18 @@ def prefill_body(body: Body, lease: LeaseRef | None) -> bytes:
     leg["max_tokens"] = 1
     if _has_tools(body):
         leg["tool_choice"] = "none"
-    leg[KV_TRANSFER_PARAMS] = prefill_params(lease)
+    leg[KV_TRANSFER_PARAMS] = prefill_params(
+        lease, min_tokens=min_tokens, is_warm_up=is_warm_up
+    )
     return msgspec.json.encode(leg)
 
 
 def decode_body(
-    body: Body, prefilled: Mapping[str, Any] | None, *, turn_id: str | None
+    body: Body,
+    prefilled: Mapping[str, Any] | None,
+    *,
+    turn_id: str | None,
+    expected_return_s: float | None = None,
 ) -> bytes:
     """The decode leg: the client's own body, and where its prompt's KV is.
 
@@ -101,9 +116,11 @@ def decode_body(
         prefilled: the transfer params that prefill answered with; ``None``
             when decode is to compute the prompt itself.
         turn_id: the name of the lease that the turn asks for.
+        expected_return_s: how long after this turn's end the next is expected.
     """
     leg: dict[str, Any] = {k: v for k, v in body.items() if k not in OURS_ONLY}
-    params = decode_params(prefilled, turn_id=turn_id)
+    wait_s = expected_return_s if turn_id is not None else None
+    params = decode_params(prefilled, turn_id=turn_id, expected_return_s=wait_s)
     if params is not None:
         leg[KV_TRANSFER_PARAMS] = params
     return msgspec.json.encode(leg)

@@ -1,17 +1,25 @@
 """The router's Prometheus metrics, under ``kvloom_``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
-from kvloom.protocol import PlanReport
+from kvloom.protocol import PlanReport, PrefillOutcome
 
 METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
 _LEG_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _OVERHEAD_S: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+
+
+_GAP_S: Final = (0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 3600)
+
+Thresholds = Callable[[], Mapping[tuple[str, str], int]]
+"""Tokens by prefill and decode engine."""
 
 
 class Metrics:
@@ -68,6 +76,38 @@ class Metrics:
             buckets=_OVERHEAD_S,
             registry=registry,
         )
+        self._warm_ups = Counter(
+            "kvloom_warm_up",
+            "Turns that ended in a tool call in mode eager or auto, by what became "
+            "of prefill's warm-up.",
+            ("outcome",),
+            registry=registry,
+        )
+        self._warm_tokens = Counter(
+            "kvloom_warm_up_tokens",
+            "Prompt tokens of warm-ups by where their KV came from.",
+            ("source",),
+            registry=registry,
+        )
+        self.estimates = Histogram(
+            "kvloom_estimate_seconds",
+            "What a planned turn was thought to cost to its first token.",
+            ("kind",),
+            buckets=_LEG_S,
+            registry=registry,
+        )
+        self.estimate_errors = Histogram(
+            "kvloom_estimate_error_seconds",
+            "By how much the estimate of a prefill leg's time was off.",
+            buckets=_LEG_S,
+            registry=registry,
+        )
+        self.gaps = Histogram(
+            "kvloom_gap_seconds",
+            "From the end of a turn to the conversation's next one.",
+            buckets=_GAP_S,
+            registry=registry,
+        )
         self._conversations = Gauge(
             "kvloom_conversations",
             "Conversations in the map.",
@@ -100,6 +140,40 @@ class Metrics:
         """Count one hand-over that was not read."""
         self._strays.labels(outcome).inc()
 
+    def warm_up(self, outcome: str) -> None:
+        """Count what became of one warm-up."""
+        self._warm_ups.labels(outcome).inc()
+
+    def warmed(self, outcome: PrefillOutcome, *, num_computed: int) -> None:
+        """Count the tokens of one warm-up."""
+        for source, count in (
+            ("local", outcome.local_tokens),
+            ("returned", outcome.returned_tokens),
+            ("computed", num_computed),
+        ):
+            self._warm_tokens.labels(source).inc(max(count, 0))
+
+    def watch_thresholds(self, learned: Thresholds) -> None:
+        """Show the learned pull thresholds, read from ``learned`` when asked."""
+        self._registry.register(_ThresholdCollector(learned))
+
     def page(self) -> bytes:
         """The text of ``GET /metrics``."""
         return generate_latest(self._registry)
+
+
+class _ThresholdCollector(Collector):
+    """The learned thresholds, as they are when somebody looks."""
+
+    def __init__(self, learned: Thresholds) -> None:
+        self._learned = learned
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "kvloom_pull_threshold_tokens",
+            "The fewest tokens that are pulled rather than computed, as learned.",
+            labels=("prefill", "decode"),
+        )
+        for pair, tokens in self._learned().items():
+            family.add_metric(pair, tokens)
+        yield family

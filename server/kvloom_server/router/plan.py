@@ -6,11 +6,14 @@ do; ``turn.py`` does it and copes with what goes wrong.
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvloom.protocol import PlanKind, Reason, ReturnMode
+
+from .estimate import START_THRESHOLD, Load, Rates
+from .placement import Candidate, Place, Scene, placed
 
 LOAD_SLACK: Final = 1.25
 """A prefill engine may hold this many times its fair share of the requests in
@@ -34,6 +37,17 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Warm:
+    """A turn whose history prefill has read while the tool ran."""
+
+    lease_id: str
+    """Of the turn's lease, which was released for it."""
+    prefill: str
+    decode: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """What the router remembers of one conversation."""
 
@@ -46,6 +60,8 @@ class Conversation:
     """Newest first."""
     lost: Reason | None = None
     """Why the last lease is gone, once none is left."""
+    warm: Warm | None = None
+    """The last turn, if prefill is warm for what follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +73,16 @@ class EngineView:
     num_in_flight: int = 0
     num_conversations: int = 0
     """Bound to it: paced agents have nothing in flight, yet they return."""
+    resident_tokens: int = 0
+    """Of the leases on it."""
+
+    @property
+    def load(self) -> Load:
+        return Load(
+            num_in_flight=self.num_in_flight,
+            num_conversations=self.num_conversations,
+            resident_tokens=self.resident_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +108,27 @@ class Turn:
     """The lease in the client's handle, if nothing says that it is gone."""
     has_handle: bool = False
     """Whether the client sent a handle at all."""
+    news: Mapping[str, int] = field(default_factory=dict)
+    """Of leases whose history this turn certainly goes on from: about how many
+    tokens are new."""
+    prefilled_tokens: int = 0
+    """Of the conversation's last prompt that prefill had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What work costs, and how much of it decode may take on alone."""
+
+    rates: Callable[[str, str], Rates] = lambda _prefill, _decode: Rates()
+    """Of a prefill and a decode engine, by their names."""
+    threshold: Callable[[str, str], int] = lambda _prefill, _decode: START_THRESHOLD
+    direct_factor: Callable[[str], float] = lambda _decode: 1.0
+    """How many times the estimate a decode engine's direct turns take."""
+    max_direct_tokens: int = 512
+    """New tokens above this never go to decode alone; 0: none do."""
+
+
+DEFAULT_PRICES: Final = Prices()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +140,33 @@ class Plan:
     decode: str
     prefill: str | None = None
     lease: Lease | None = None
-    """What prefill is to pull; given exactly when ``kind`` is ``return``."""
+    """What prefill is to pull, or decode goes on from. A ``return`` to a prefill
+    engine that is warm has none."""
+    num_warm: int = 0
+    """Tokens that a warm prefill engine should have cached."""
+    estimate_s: float | None = None
+    """What the turn was thought to cost, where that was asked."""
 
 
 def plan(
-    turn: Turn, conversation: Conversation | None, fleet: Fleet, now: float
+    turn: Turn,
+    conversation: Conversation | None,
+    fleet: Fleet,
+    now: float,
+    prices: Prices = DEFAULT_PRICES,
 ) -> Plan:
     """Decide one turn.
+
+    A conversation's first turn goes where its beginning may be cached and where
+    there is least to do. Later ones stay where the conversation's caches are,
+    unless an estimate says that somewhere else is better by a margin.
 
     Args:
         turn: the request.
         conversation: what is remembered of its conversation.
         fleet: the engines that serve its model, in a fixed order.
         now: Unix time, as in the leases' deadlines.
+        prices: what work costs.
 
     Raises:
         NoEngineError: no decode engine is up.
@@ -116,11 +177,79 @@ def plan(
     decode = lease.engine if lease else _decode_for(turn, conversation, fleet)
     if turn.decode_alone:
         return Plan(kind=PlanKind.COLD, reason=Reason.DECODE_ALONE, decode=decode)
+    warm = _warm(turn, conversation, fleet)
+    # The client's own lease may be of another branch than what prefill has read.
+    if warm is not None and (lease is None or lease != turn.offered):
+        return Plan(
+            kind=PlanKind.RETURN,
+            reason=Reason.WARM,
+            decode=_decode_for(turn, conversation, fleet),
+            prefill=warm.prefill,
+            num_warm=warm.num_tokens,
+        )
     prefill = _prefill_for(turn, conversation, fleet)
     if prefill is None:
         return Plan(kind=PlanKind.COLD, reason=Reason.PREFILL_DOWN, decode=decode)
     kind = PlanKind.RETURN if lease else PlanKind.COLD
-    return Plan(kind=kind, reason=reason, decode=decode, prefill=prefill, lease=lease)
+    home = Place(prefill=prefill, decode=decode)
+    if conversation is None and lease is None:
+        return Plan(kind=kind, reason=reason, decode=decode, prefill=prefill)
+    scene = _scene(turn, conversation, lease, home, fleet, prices)
+    chosen = placed(scene)
+    if chosen.place.prefill is None:
+        kind, reason = PlanKind.DIRECT, Reason.SHORT
+    elif lease is not None and chosen.place.decode != lease.engine:
+        reason = Reason.MOVED
+    return Plan(
+        kind=kind,
+        reason=reason,
+        decode=chosen.place.decode,
+        prefill=chosen.place.prefill,
+        lease=lease,
+        estimate_s=chosen.cost_s,
+    )
+
+
+def _scene(
+    turn: Turn,
+    conversation: Conversation | None,
+    lease: Lease | None,
+    home: Place,
+    fleet: Fleet,
+    prices: Prices,
+) -> Scene:
+    num_new = turn.news.get(lease.lease_id) if lease else None
+    is_short = num_new is not None and num_new <= prices.max_direct_tokens
+    return Scene(
+        home=home,
+        num_held=lease.num_tokens if lease else 0,
+        holder=lease.engine if lease else None,
+        num_new=num_new,
+        may_be_direct=is_short,
+        direct_factor=prices.direct_factor(lease.engine) if lease else 1.0,
+        num_local=turn.prefilled_tokens,
+        local_at=conversation.prefill if conversation else None,
+        prefill=_candidates(fleet.prefill, turn),
+        decode=_candidates(fleet.decode, turn),
+        rates=prices.rates,
+        threshold=prices.threshold,
+    )
+
+
+def _candidates(engines: Sequence[EngineView], turn: Turn) -> tuple[Candidate, ...]:
+    key = _spread_key(turn)
+    return tuple(
+        Candidate(name=e.name, load=e.load, rank=_score(key, e.name))
+        for e in _up(engines)
+    )
+
+
+def _warm(turn: Turn, conversation: Conversation | None, fleet: Fleet) -> Warm | None:
+    """The prefill engine that has read the last turn's history, if it is up."""
+    warm = conversation.warm if conversation else None
+    if warm is None or turn.mode is ReturnMode.OFF:
+        return None
+    return warm if warm.prefill in {e.name for e in _up(fleet.prefill)} else None
 
 
 def next_prefill(turn: Turn, fleet: Fleet, *, tried: Iterable[str]) -> str | None:

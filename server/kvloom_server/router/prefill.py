@@ -13,6 +13,7 @@ from typing import Final
 from kvloom.protocol import LeaseRef
 
 from .engines import Engine, Engines
+from .experience import Experience
 from .job import (
     MAX_ATTEMPTS,
     EngineAnswerError,
@@ -26,6 +27,7 @@ from .metrics import Metrics
 from .plan import next_prefill
 from .strays import Strays
 from .upstream import BrokenError, Upstream, UpstreamError, read_all
+from .warm import Warmer
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class PrefillLeg:
         engines: Engines,
         upstream: Upstream,
         strays: Strays,
+        warmer: Warmer,
+        experience: Experience,
         metrics: Metrics,
         timeout_s: float,
         api_key: str | None,
@@ -50,6 +54,8 @@ class PrefillLeg:
         self._engines = engines
         self._upstream = upstream
         self._strays = strays
+        self._warmer = warmer
+        self._experience = experience
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._api_key = api_key
@@ -65,9 +71,11 @@ class PrefillLeg:
         name, tried = job.plan.prefill, list[str]()
         while name and len(tried) < MAX_ATTEMPTS and not job.is_abandoned:
             engine = self._engines[name]
+            num_others, began = engine.num_in_flight, self._clock()
             job.prefilled = await self._at(engine, job)
             if job.prefilled is not None:
                 job.prefill = engine
+                self._learn(job, self._clock() - began, num_others)
                 return
             tried.append(name)
             # As the engines are now, not as they were when this leg began.
@@ -90,9 +98,10 @@ class PrefillLeg:
         await asyncio.gather(*self._lingering, return_exceptions=True)
 
     async def _at(self, engine: Engine, job: Job) -> Prefilled | None:
-        body = prefill_body(job.request.body, self._lease_ref(job))
+        body = self._body(engine, job)
         request = job.leg(engine, body, api_key=self._api_key)
         began = self._clock()
+        self._warmer.make_way(engine.name)
         try:
             async with engine.leg(), asyncio.timeout(self._timeout_s):
                 response = await self._upstream.send(request)
@@ -115,6 +124,21 @@ class PrefillLeg:
         if response.status != 200:
             raise EngineAnswerError(response.status, response.headers, answer)
         return decoded(answer)
+
+    def _body(self, engine: Engine, job: Job) -> bytes:
+        ref, lease = self._lease_ref(job), job.plan.lease
+        least = None
+        if ref is not None and lease is not None:
+            least = self._experience.min_tokens(engine.name, lease)
+        return prefill_body(job.request.body, ref, min_tokens=least)
+
+    def _learn(self, job: Job, seconds: float, num_others: int) -> None:
+        assert job.prefill is not None
+        miss_s = self._experience.prefilled(
+            job, job.prefill.name, seconds=seconds, num_others=num_others
+        )
+        if miss_s is not None:
+            self._metrics.estimate_errors.observe(miss_s)
 
     def _lease_ref(self, job: Job) -> LeaseRef | None:
         lease = job.plan.lease

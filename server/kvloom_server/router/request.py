@@ -4,6 +4,7 @@ The body stays as it came: a table of raw JSON values, of which only those that
 matter to the router are looked into.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ import msgspec
 
 from kvloom.protocol import (
     CONVERSATION_HEADER,
+    EXPECTED_RETURN_HEADER,
     KV_TRANSFER_PARAMS,
+    MAX_EXPECTED_RETURN_S,
     RETURN_MODE_HEADER,
     RawTransferParamsError,
     ReturnMode,
@@ -25,6 +28,7 @@ from kvloom.protocol import (
 from .errors import BadRequestError
 from .fields import FieldRules, check_side_doors
 from .identity import short_digest
+from .story import role_of
 
 Body = dict[str, msgspec.Raw]
 
@@ -60,6 +64,8 @@ class TurnRequest:
     needs_whole_prompt: bool
     """Decode must compute the prompt itself (logprobs of the prompt)."""
     affinity: bytes
+    expected_return_s: float | None = None
+    """How long after this turn the client expects to send the next."""
 
 
 def parse_turn(
@@ -92,6 +98,7 @@ def parse_turn(
         is_leasable=_is_one_prompt(values) and _is_one_answer(values),
         needs_whole_prompt=_wants_prompt_logprobs(values),
         affinity=_affinity(model, values),
+        expected_return_s=_expected_return_s(headers),
     )
 
 
@@ -135,6 +142,23 @@ def _mode(headers: Mapping[str, str]) -> ReturnMode | None:
             code="invalid_return_mode",
             param=RETURN_MODE_HEADER,
         ) from None
+
+
+def _expected_return_s(headers: Mapping[str, str]) -> float | None:
+    value = headers.get(EXPECTED_RETURN_HEADER.lower())
+    if value is None:
+        return None
+    try:
+        wait_s = float(value)
+    except ValueError:
+        wait_s = -1.0
+    if 0 <= wait_s < math.inf:
+        return min(wait_s, MAX_EXPECTED_RETURN_S)
+    raise BadRequestError(
+        f"{EXPECTED_RETURN_HEADER} must be seconds, 0 or more",
+        code="invalid_expected_return",
+        param=EXPECTED_RETURN_HEADER,
+    )
 
 
 def _handle(values: Body) -> str | None:
@@ -221,7 +245,7 @@ def _instructions(values: Body) -> list[bytes]:
         return []  # the engine says what is wrong with it
     found: list[bytes] = []
     for message in messages:
-        if _role(message) not in _INSTRUCTING_ROLES:
+        if role_of(message) not in _INSTRUCTING_ROLES:
             break
         found.append(bytes(message))
     return found
@@ -229,14 +253,3 @@ def _instructions(values: Body) -> list[bytes]:
 
 _SHARED_PROMPT_BYTES: Final = 1024
 """Of a plain prompt, how much counts as its shared beginning."""
-
-
-class _Message(msgspec.Struct):
-    role: str = ""
-
-
-def _role(message: msgspec.Raw) -> str:
-    try:
-        return msgspec.json.decode(message, type=_Message).role
-    except (msgspec.DecodeError, RecursionError):
-        return ""

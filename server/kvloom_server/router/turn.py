@@ -15,6 +15,7 @@ from .directory import Directory
 from .engines import Engines
 from .errors import no_engine, unknown_model
 from .exchange import ClientGoneError, Exchange
+from .experience import Experience, Outlook
 from .identity import conversation_tag, new_turn_id
 from .job import Job
 from .metrics import Metrics
@@ -22,7 +23,9 @@ from .plan import Lease, NoEngineError, Turn, plan
 from .prefill import PrefillLeg
 from .request import TurnRequest
 from .seal import Binding, HandleMiss, Sealer
+from .story import story_of
 from .strays import Strays
+from .warm import Warmer
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class Conductor:
         prefill: PrefillLeg,
         decode: DecodeLeg,
         strays: Strays,
+        warmer: Warmer,
+        experience: Experience,
         sealer: Sealer,
         metrics: Metrics,
         mode: ReturnMode,
@@ -52,6 +57,8 @@ class Conductor:
         self._prefill = prefill
         self._decode = decode
         self._strays = strays
+        self._warmer = warmer
+        self._experience = experience
         self._sealer = sealer
         self._metrics = metrics
         self._default_mode = mode
@@ -93,15 +100,21 @@ class Conductor:
             RouterError: no engine serves the model, or none is up.
         """
         arrived, now = self._clock(), self._wall_clock()
-        fleet = self._engines.fleet(request.model, self._directory.num_bound)
+        fleet = self._engines.fleet(
+            request.model, self._directory.num_bound, self._directory.num_resident
+        )
         if self._engines.decode and not fleet.decode:
             raise unknown_model(request.model)
-        turn = self._turn(request, now)
-        known = self._directory.find(turn.tag) if turn.tag is not None else None
+        tag = self._tag(request)
+        outlook = self._outlook(request, tag, arrived)
+        turn = self._turn(request, tag, outlook, now)
+        known = self._directory.find(tag) if tag is not None else None
         try:
-            decided = plan(turn, known, fleet, now)
+            decided = plan(turn, known, fleet, now, self._experience.prices)
         except NoEngineError:
             raise no_engine() from None
+        if decided.estimate_s is not None:
+            self._metrics.estimates.labels(decided.kind).observe(decided.estimate_s)
         is_returning = turn.mode is not ReturnMode.OFF and turn.tag is not None
         return Job(
             request=request,
@@ -111,14 +124,31 @@ class Conductor:
             arrived=arrived,
             turn_id=new_turn_id(turn.tag),
             asks_lease=is_returning and request.is_leasable,
+            reading=outlook.reading,
         )
 
-    def _turn(self, request: TurnRequest, now: float) -> Turn:
-        tag = None
-        if request.conversation is not None:
-            tag = conversation_tag(
-                tenant="", model=request.model, conversation=request.conversation
-            )
+    def _tag(self, request: TurnRequest) -> bytes | None:
+        if request.conversation is None:
+            return None
+        return conversation_tag(
+            tenant="", model=request.model, conversation=request.conversation
+        )
+
+    def _outlook(
+        self, request: TurnRequest, tag: bytes | None, arrived: float
+    ) -> Outlook:
+        """What is known of the turn; a warm-up for it is too late now."""
+        if tag is None:
+            return Outlook()
+        self._warmer.turn_began(tag)
+        outlook = self._experience.began(tag, story_of(request.body), arrived)
+        if outlook.gap_s is not None:
+            self._metrics.gaps.observe(outlook.gap_s)
+        return outlook
+
+    def _turn(
+        self, request: TurnRequest, tag: bytes | None, outlook: Outlook, now: float
+    ) -> Turn:
         mode = self._mode(request)
         offered = None
         if mode is not ReturnMode.OFF and tag is not None and request.handle:
@@ -130,6 +160,8 @@ class Conductor:
             decode_alone=request.needs_whole_prompt or not request.is_leasable,
             offered=offered,
             has_handle=request.handle is not None,
+            news=outlook.news,
+            prefilled_tokens=outlook.prefilled_tokens,
         )
 
     def _mode(self, request: TurnRequest) -> ReturnMode:
@@ -142,6 +174,10 @@ class Conductor:
         opened = self._sealer.open(handle, Binding(conversation=tag, model=model), now)
         if isinstance(opened, HandleMiss):
             self._metrics.handle(f"miss_{opened}")
+            return None
+        known = self._directory.find(tag)
+        if known and known.warm and known.warm.lease_id == opened.lease_id:
+            self._metrics.handle("warm")
             return None
         engine = self._engines.with_mark(opened.engine)
         if engine is None or not self._directory.may_hold(engine.name, opened.lease_id):
