@@ -62,6 +62,7 @@ from .lease import (
 from .plan import (
     CONVERSATION_HEADER,
     EXPECTED_RETURN_HEADER,
+    HANDLE_HEADER,
     PLAN_HEADER,
     RETURN_MODE_HEADER,
     PlanKind,
@@ -76,6 +77,7 @@ __all__ = [
     "DIGEST_BYTES",
     "ENGINE_KEY",
     "EXPECTED_RETURN_HEADER",
+    "HANDLE_HEADER",
     "HANDLE_KEY",
     "KV_TRANSFER_PARAMS",
     "MAX_HANDLE_CHARS",

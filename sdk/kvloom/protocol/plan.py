@@ -21,6 +21,10 @@ the next one, should the answer end in tool calls."""
 PLAN_HEADER: Final = "X-KVLoom-Plan"
 """The :class:`PlanReport` of an answered turn."""
 
+HANDLE_HEADER: Final = "X-KVLoom-Handle"
+"""The sealed handle, where an API's bodies have no place for one: of an answer,
+and of the request that sends it back."""
+
 
 class ReturnMode(StrEnum):
     """When a turn's KV moves back from decode to prefill."""

@@ -90,7 +90,7 @@ class PrefillLeg:
         await asyncio.gather(*self._lingering, return_exceptions=True)
 
     async def _at(self, engine: Engine, job: Job) -> Prefilled | None:
-        body = prefill_body(job.request.body, self._lease_ref(job))
+        body = prefill_body(job.request.body, self._lease_ref(job), job.request.api)
         request = job.leg(engine, body, api_key=self._api_key)
         began = self._clock()
         try:

@@ -15,9 +15,10 @@ from .directory import Directory
 from .engines import Engines
 from .errors import no_engine, unknown_model
 from .exchange import ClientGoneError, Exchange
-from .identity import conversation_tag, new_turn_id
+from .identity import new_turn_id
 from .job import Job
 from .metrics import Metrics
+from .naming import Names
 from .plan import Lease, NoEngineError, Turn, plan
 from .prefill import PrefillLeg
 from .request import TurnRequest
@@ -35,6 +36,7 @@ class Conductor:
         *,
         engines: Engines,
         directory: Directory,
+        names: Names,
         prefill: PrefillLeg,
         decode: DecodeLeg,
         strays: Strays,
@@ -49,6 +51,7 @@ class Conductor:
         where the engines run another connector than ours."""
         self._engines = engines
         self._directory = directory
+        self._names = names
         self._prefill = prefill
         self._decode = decode
         self._strays = strays
@@ -96,8 +99,9 @@ class Conductor:
         fleet = self._engines.fleet(request.model, self._directory.num_bound)
         if self._engines.decode and not fleet.decode:
             raise unknown_model(request.model)
-        turn = self._turn(request, now)
-        known = self._directory.find(turn.tag) if turn.tag is not None else None
+        named = self._names.name(request)
+        turn = self._turn(request, named.tag, now)
+        known = self._names.known(named)
         try:
             decided = plan(turn, known, fleet, now)
         except NoEngineError:
@@ -113,12 +117,7 @@ class Conductor:
             asks_lease=is_returning and request.is_leasable,
         )
 
-    def _turn(self, request: TurnRequest, now: float) -> Turn:
-        tag = None
-        if request.conversation is not None:
-            tag = conversation_tag(
-                tenant="", model=request.model, conversation=request.conversation
-            )
+    def _turn(self, request: TurnRequest, tag: bytes | None, now: float) -> Turn:
         mode = self._mode(request)
         offered = None
         if mode is not ReturnMode.OFF and tag is not None and request.handle:
@@ -148,7 +147,9 @@ class Conductor:
             self._metrics.handle("miss_gone")
             return None
         self._metrics.handle("opened")
-        return Lease(
+        # A handle may be older than what is known of its lease.
+        known = self._directory.lease(engine.name, opened.lease_id)
+        return known or Lease(
             lease_id=opened.lease_id,
             engine=engine.name,
             num_tokens=opened.num_tokens,
