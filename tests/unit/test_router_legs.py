@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.protocol import LeaseRef, ReturnMode, lease_of, turn_of
+from kvloom_server.router.api import Api, Body
 from kvloom_server.router.errors import BadRequestError
 from kvloom_server.router.fields import FieldRules
 from kvloom_server.router.legs import (
-    OUTPUT_ONLY,
     decode_body,
     leg_headers,
     prefill_body,
 )
-from kvloom_server.router.request import Api, Body, TurnRequest, parse_turn
+from kvloom_server.router.request import TurnRequest, parse_turn
+from kvloom_server.router.shorten import OUTPUT_ONLY
 
 HANDLE = "kvl1." + "x" * 127
 MESSAGES = [{"role": "system", "content": "kind"}, {"role": "user", "content": "é"}]

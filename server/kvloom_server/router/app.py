@@ -195,11 +195,15 @@ def _canonical(path: str) -> str:
     return f"/v1{path}" if path in _WITHOUT_VERSION else path
 
 
-_WITHOUT_VERSION else path
-
-
 _WITHOUT_VERSION = frozenset(
-    {"/chat/completions", "/completions", "/responses", "/messages", "/models", "/embeddings"}
+    {
+        "/chat/completions",
+        "/completions",
+        "/responses",
+        "/messages",
+        "/embeddings",
+        "/models",
+    }
 )
 _GET = frozenset({"GET", "HEAD"})
 _POST = frozenset({"POST"})
