@@ -4,12 +4,13 @@ begins, which messages it is made of.
 
 import re
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
 
 from .api import NULL, Api, Body, is_given, is_set, items_of, object_of, raw_of
-from .history import History, history
+from .history import MAX_MESSAGES, History, history
 
 _TOKEN_IDS = re.compile(rb"\[\s*[0-9]")
 _INSTRUCTING_ROLES: Final = ("system", "developer")
@@ -67,7 +68,9 @@ def history_of(api: Api, values: Body) -> History | None:
     if messages is None:
         return None
     names = ("model", "tools", *_INSTRUCTIONS.get(api, ()))
-    return history(head=[raw_of(values, name) for name in names], messages=messages)
+    head = [_lasting(raw_of(values, name)) for name in names]
+    preamble = list(_instructing(messages))
+    return history(head=[*head, *preamble], messages=messages[len(preamble) :])
 
 
 _MESSAGES: Final = {
@@ -82,6 +85,23 @@ _INSTRUCTIONS: Final[dict[Api, tuple[str, ...]]] = {
 """Where an API has its system prompt beside the messages."""
 
 
+_BILLING: Final = "x-anthropic-billing-header"
+"""Begins a block that Claude Code sends with another hash at each request; vLLM
+leaves it out of the prompt."""
+
+
+def _lasting(raw: bytes) -> bytes:
+    """A system prompt without what differs each time."""
+    if _BILLING.encode() not in raw:
+        return raw
+    try:
+        blocks = msgspec.json.decode(raw, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, RecursionError):
+        return raw
+    lasting = [b for b in blocks if not str(b.get("text")).startswith(_BILLING)]
+    return msgspec.json.encode(lasting)
+
+
 def _messages(api: Api, values: Body) -> list[msgspec.Raw] | None:
     name = _MESSAGES[api]
     raw = raw_of(values, name)
@@ -93,11 +113,15 @@ def _messages(api: Api, values: Body) -> list[msgspec.Raw] | None:
 def _preamble(api: Api, values: Body) -> Iterable[bytes]:
     """The system prompt, as it came."""
     for name in _INSTRUCTIONS.get(api, ()):
-        yield raw_of(values, name)
-    if api is Api.MESSAGES:
-        return
-    # What is wrong with other messages is the engine's to say.
-    for message in items_of(values, _MESSAGES[api]) or ():
+        yield _lasting(raw_of(values, name))
+    if api is not Api.MESSAGES:
+        # What is wrong with other messages is the engine's to say.
+        yield from _instructing(items_of(values, _MESSAGES[api]) or ())
+
+
+def _instructing(messages: Iterable[msgspec.Raw]) -> Iterable[bytes]:
+    """The system messages that a conversation begins with."""
+    for message in islice(messages, MAX_MESSAGES):
         if _role(message) not in _INSTRUCTING_ROLES:
             break
         yield bytes(message)

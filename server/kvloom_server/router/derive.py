@@ -86,6 +86,8 @@ class Chains:
         place = self._places[keys[number]]
         if place.is_passed:
             self._places.move_to_end(keys[number])
+            if place.derived.conversation == own.conversation:
+                return place.derived  # its own beginning, forgotten since
             return replace(own, parent=place.derived.conversation)
         self._put(keys[number], replace(place, is_passed=True))
         return Derived(conversation=place.derived.conversation)

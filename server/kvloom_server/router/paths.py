@@ -23,6 +23,7 @@ API_PATHS: Final = frozenset(
         "/rerank",
         "/generative_scoring",
         "/cohere/v2/chat",
+        "/cohere/v2/chat/render",
         "/version",
     }
 )
@@ -81,4 +82,4 @@ def passes(path: str) -> bool:
     bare = path.rstrip("/")
     if bare in SWITCHES:
         return False
-    return bare in API_PATHS or path.startswith(API_PREFIXES)
+    return bare in API_PATHS or bare.startswith(API_PREFIXES)
