@@ -20,6 +20,7 @@ from typing import Final, Protocol, Self
 
 import aiohttp
 import httpx
+from yarl import URL
 
 
 class UpstreamError(Exception):
@@ -137,7 +138,8 @@ class AiohttpUpstream:
         with _aiohttp_errors():
             response = await self._session.request(
                 request.method,
-                request.url,
+                # Escapes stay as they are.
+                URL(request.url, encoded=True),
                 headers=request.headers,
                 data=request.body or None,
                 allow_redirects=False,
