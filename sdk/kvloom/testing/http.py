@@ -108,6 +108,10 @@ class _Surface:
                 return await serve(request, body)
             except RefusalError as refusal:
                 return refused(refusal)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                # Where the fake trips over a body, vLLM's parser refuses it.
+                what = f"{type(error).__name__}: {error}"
+                return refused(invalid("value_error", "body", what))
 
         # Starlette calls what an endpoint returns as an ASGI application.
         return Route(path, endpoint, methods=methods)
