@@ -2,18 +2,39 @@
 
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import anthropic
 import pytest
 from pair import Pair
+from shelf import Shelf
 
 from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport, is_handle
 
+ENGINES = (
+    "--engine-arg=--dtype=float32",
+    "--engine-arg=--enable-scale-out",
+    "--decode-arg=--num-gpu-blocks-override=110",
+    "--decode-arg=--max-model-len=3200",
+    "--dev-endpoints",
+)
 SYSTEM = "You are a helpful assistant for a bank called Blue. " * 30
 FIRST = "Who am I speaking with, and which bank is it?"
 NEXT = "And which colour is it named after?"
+
+
+@pytest.fixture
+def pair(shelf: Shelf) -> Iterator[Pair]:
+    """The pair of the other tests, with ``/inference/v1/generate``, which vLLM
+    serves on demand only."""
+    running = shelf.up(*ENGINES)
+    with Pair(running) as opened:
+        yield opened
+        opened.release_all()
+        opened.assert_nothing_is_held()
+
 
 both_ways = pytest.mark.parametrize(
     "is_streamed", [False, True], ids=["whole", "streamed"]
