@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.protocol import KV_TRANSFER_PARAMS
@@ -333,7 +333,6 @@ def run(ending: Ending, stream: bytes, cuts: list[int], handle: str | None) -> b
     return out + splicer.finish(None)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(STREAMS),
     st.lists(st.integers(0, 9), max_size=8),
@@ -357,7 +356,6 @@ def test_streams_pass_untouched_however_they_are_cut(
     assert b'"ratio":1.5' in out.replace(b": ", b":")
 
 
-@settings(deadline=None)
 @given(st.sampled_from(STREAMS), st.lists(st.integers(0, 3000), max_size=9))
 def test_nothing_but_a_partial_event_is_held_back(
     stream: tuple[Ending, list[bytes], bytes], cuts: list[int]

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom_server.router.api import Api
@@ -134,7 +134,6 @@ def test_a_newest_message_that_changes_later_costs_a_branch_only() -> None:
 texts = st.sampled_from(["a", "b", "c"])
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(texts, min_size=1, max_size=6), max_size=30))
 def test_a_conversation_is_always_one_that_the_request_goes_on_from(
     requests: list[list[str]],
@@ -157,7 +156,6 @@ def _begins_as(request: list[str], other: tuple[str, ...]) -> bool:
     return tuple(request[:length]) == other[:length]
 
 
-@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=8), st.integers(1, 3))
 def test_a_loop_that_grows_stays_one_conversation(words: list[str], step: int) -> None:
     """However much each turn adds."""
@@ -168,7 +166,6 @@ def test_a_loop_that_grows_stays_one_conversation(words: list[str], step: int) -
     assert len(names) == 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(texts, min_size=1, max_size=6), max_size=60))
 def test_the_map_is_bounded(requests: list[list[str]]) -> None:
     """What is forgotten is a miss."""
@@ -300,7 +297,6 @@ def test_a_huge_history_is_not_looked_at() -> None:
     assert history(head=[], messages=[deep]) is None
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.recursive(st.none() | st.text() | st.integers(), st.lists), min_size=1)
 )
