@@ -123,6 +123,8 @@ class RouterSettings(BaseSettings):
     upstream_api_key: SecretStr | None = None
     """Sent to the engines as a bearer token. A client's own key never is."""
 
+    derive_conversations: bool = True
+    """Whether requests that name no conversation get one by their messages."""
     body_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1)
     connect_timeout_s: float = Field(default=5.0, gt=0)
     idle_timeout_s: float = Field(default=600.0, gt=0)

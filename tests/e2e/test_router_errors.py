@@ -134,7 +134,7 @@ async def test_a_body_over_the_limit_is_refused_unread(is_declared: bool) -> Non
     [
         ("GET", CHAT, 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
-        ("GET", "/v1/nothing", 404, "unknown_path"),
+        ("GET", "/nothing", 404, "unknown_path"),
         ("POST", "/", 404, "unknown_path"),
     ],
 )

@@ -263,8 +263,8 @@ def _units(answer: bytes) -> list[bytes]:
 
 async def test_a_turn_without_a_conversation_is_untouched() -> None:
     """Who names no conversation gets plain disaggregation: no lease, no
-    handle, every byte the engine's."""
-    async with staged() as stage:
+    handle, every byte the engine's; where none is to be derived."""
+    async with staged(settings={"derive_conversations": False}) as stage:
         body = {"model": MODEL, "messages": opening(), "stream": True}
         answer = await stage.http.post(stage.router.url + CHAT, json=body)
         assert [answer.content] == stage.upstream.of(stage.cluster.decode[0])

@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.protocol import LeaseRef, ReturnMode, lease_of, turn_of
+from kvloom_server.router.api import Api, Body
 from kvloom_server.router.errors import BadRequestError
 from kvloom_server.router.fields import FieldRules
 from kvloom_server.router.legs import (
-    OUTPUT_ONLY,
     decode_body,
     leg_headers,
     prefill_body,
 )
-from kvloom_server.router.request import Api, Body, TurnRequest, parse_turn
+from kvloom_server.router.request import TurnRequest, parse_turn
+from kvloom_server.router.shorten import OUTPUT_ONLY
 
 HANDLE = "kvl1." + "x" * 127
 MESSAGES = [{"role": "system", "content": "kind"}, {"role": "user", "content": "é"}]
@@ -182,7 +183,38 @@ def test_engines_see_no_key_of_the_client() -> None:
         ({}, {"conversation_id": "b", "prompt_cache_key": "c"}, "b"),
         ({}, {"prompt_cache_key": "c"}, "c"),
         ({}, {"session_id": 7, "prompt_cache_key": ""}, None),
+        ({"x-conversation-id": "h"}, {"session_id": "b"}, "h"),
+        (
+            {"x-session-id": "header-id", "x-conversation-id": "h"},
+            {},
+            "header-id",
+        ),
+        ({"x-claude-code-session-id": "s"}, {"prompt_cache_key": "c"}, "c"),
+        ({"x-claude-code-session-id": "s"}, {}, "s"),
+        (
+            {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"},
+            {},
+            "s\na",
+        ),
+        (
+            {
+                "x-claude-code-session-id": "s",
+                "x-claude-code-parent-agent-id": "never-this",
+            },
+            {},
+            "s",
+        ),
+        ({"x-claude-code-agent-id": "not alone"}, {}, None),
+        ({"session-id": "codex"}, {}, "codex"),
+        ({"session_id": "codex"}, {}, "codex"),
+        ({"x-session-affinity": "opencode"}, {}, "opencode"),
+        ({"x-dynamo-session-id": "d"}, {}, "d"),
+        ({"x-litellm-session-id": "l"}, {}, "l"),
+        ({"x-dynamo-parent-session-id": "never-this"}, {}, None),
+        ({"x-parent-session-id": "never-this"}, {}, None),
         ({"x-request-id": "never-this"}, {}, None),
+        ({"x-correlation-id": "never-this", "traceparent": "00-1"}, {}, None),
+        ({"x-conversation-id": ""}, {}, None),
     ],
 )
 def test_the_conversation_is_named_by_header_then_body(

@@ -6,7 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom_server.router.splice import MAX_EVENT_BYTES, TailSplicer, spliced
+from kvloom_server.router.endings import spliced
+from kvloom_server.router.splice import MAX_EVENT_BYTES, TailSplicer
 
 HANDLE = "kvl1." + "x" * 127
 

@@ -1,8 +1,10 @@
 """The contract of every adapter to engines, on real sockets."""
 
 import asyncio
+import gzip
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import httpx
 import pytest
@@ -35,7 +37,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(params=[AiohttpUpstream, HttpxUpstream])
 async def upstream(request: pytest.FixtureRequest) -> AsyncIterator[Upstream]:
-    async with request.param(connect_timeout_s=5.0, idle_timeout_s=30.0) as adapter:
+    async with request.param(connect_timeout_s=60.0, idle_timeout_s=60.0) as adapter:
         yield adapter
 
 
@@ -208,6 +210,216 @@ async def test_abort_closes_the_connection(upstream: Upstream) -> None:
         await response.abort()
         await asyncio.wait_for(gone.wait(), 30)
         await response.abort()
+
+
+async def test_nothing_is_added_to_a_request(upstream: Upstream) -> None:
+    """Headers are those that were given, and what HTTP itself asks for."""
+    given = (("x-one", "1"), ("x-two", "a"), ("x-two", "b"))
+    async with serving(plain(b"ok")) as server:
+        url = server.url + "/v1/x?a=%2F&b=c%20d"
+        request = UpstreamRequest(method="PUT", url=url, headers=given, body=b"hey")
+        assert await read_all(await upstream.send(request)) == b"ok"
+    lines = server.requests[0].decode().split("\r\n")
+    assert lines[0] == "PUT /v1/x?a=%2F&b=c%20d HTTP/1.1"
+    names = [line.partition(":")[0].lower() for line in lines[1:] if ":" in line]
+    assert set(names) - {"connection"} == {"host", "content-length", "x-one", "x-two"}
+    assert [n for n in names if n == "x-two"] == ["x-two", "x-two"]
+
+
+async def test_a_body_in_parts_is_sent_as_it_comes(upstream: Upstream) -> None:
+    """The engine has each part before there is another."""
+    taken = asyncio.Semaphore(0)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for part in (b"one", b"two"):
+            assert await reader.readuntil(b"\r\n") == b"3\r\n"
+            assert await reader.readexactly(5) == part + b"\r\n"
+            taken.release()
+        assert await reader.readexactly(5) == b"0\r\n\r\n"
+        await plain(b"ok")(reader, writer)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b"one", b"two"):
+            yield part
+            await taken.acquire()
+
+    async with serving(serve) as server:
+        request = UpstreamRequest(method="POST", url=server.url, body=parts())
+        assert await read_all(await upstream.send(request)) == b"ok"
+        assert b"transfer-encoding: chunked" in server.requests[0].lower()
+
+
+async def test_a_body_in_parts_may_say_how_long_it_is(upstream: Upstream) -> None:
+    """Then it is not chunked."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"he"
+        yield b"llo"
+
+    async with serving(plain(b"ok")) as server:
+        request = UpstreamRequest(
+            method="POST",
+            url=server.url,
+            headers=(("content-length", "5"),),
+            body=parts(),
+        )
+        assert await read_all(await upstream.send(request)) == b"ok"
+    assert server.requests[0].endswith(b"\r\n\r\nhello")
+    assert b"chunked" not in server.requests[0].lower()
+
+
+async def test_a_body_that_breaks_is_an_error(upstream: Upstream) -> None:
+    """Whoever sends a body learns that it did not get through, and the engine
+    does not take half of it for the whole."""
+
+    class TornError(Exception):
+        pass
+
+    async def serve(reader: asyncio.StreamReader, _writer: object) -> None:
+        seen = await reader.read()
+        assert not seen.endswith(b"0\r\n\r\n")
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"one"
+        raise TornError
+
+    async with serving(serve) as server:
+        request = UpstreamRequest(method="POST", url=server.url, body=parts())
+        with pytest.raises((TornError, BrokenError)):
+            await upstream.send(request)
+
+
+@pytest.mark.parametrize("num_bytes", [60_000, 200_000])
+async def test_huge_headers_are_read(upstream: Upstream, num_bytes: int) -> None:
+    """A long header of an engine (a trace, a cookie) breaks no answer, as far
+    as the adapter can take one; beyond that it is an error of ours."""
+    huge = b"X-Huge: " + b"h" * num_bytes + b"\r\n"
+
+    async def serve(_reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + huge + b"Content-Length: 2\r\n\r\nok")
+
+    async with serving(serve) as server:
+        if num_bytes > 100_000 and isinstance(upstream, HttpxUpstream):
+            # h11 reads at most 100 KB of a head.
+            with pytest.raises(BrokenError):
+                await upstream.send(post(server.url))
+            return
+        response = await upstream.send(post(server.url))
+        assert len(dict(response.headers)["x-huge"]) == num_bytes
+        assert await read_all(response) == b"ok"
+
+
+async def test_an_interim_answer_is_not_the_answer(upstream: Upstream) -> None:
+    """``100 Continue`` and early hints come before it."""
+
+    async def serve(_reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
+        writer.write(HEAD + b"Content-Length: 2\r\n\r\nok")
+
+    async with serving(serve) as server:
+        response = await upstream.send(post(server.url))
+        assert response.status == 200
+        assert await read_all(response) == b"ok"
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [b"Content-Length: 5\r\n\r\nhello", b"\r\nhello"],
+    ids=["length", "until the connection ends"],
+)
+async def test_an_answer_need_not_be_chunked(
+    upstream: Upstream, framing: bytes
+) -> None:
+    """All of HTTP's ways to say where an answer ends."""
+
+    async def serve(_reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + framing)
+
+    async with serving(serve) as server:
+        assert await read_all(await upstream.send(post(server.url))) == b"hello"
+
+
+async def test_compressed_bytes_stay_compressed(upstream: Upstream) -> None:
+    """What an engine squeezed, the client unpacks."""
+    squeezed = gzip.compress(b"hello " * 50)
+    head = HEAD + b"Content-Encoding: gzip\r\n"
+
+    async def serve(_reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(head + b"Content-Length: %d\r\n\r\n" % len(squeezed) + squeezed)
+
+    async with serving(serve) as server:
+        response = await upstream.send(post(server.url))
+        assert dict(response.headers)["content-encoding"] == "gzip"
+        assert await read_all(response) == squeezed
+
+
+async def test_a_connection_is_used_again(upstream: Upstream) -> None:
+    """After an answer was read to its end the next request needs no new one."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while True:
+            writer.write(HEAD + b"Content-Length: 2\r\n\r\nok")
+            # The first request was read already; the last one never comes.
+            if not await reader.read(65536):
+                return
+
+    async with serving(serve) as server:
+        for _ in range(5):
+            assert await read_all(await upstream.send(post(server.url))) == b"ok"
+        assert connections == 1
+
+
+async def test_a_thousand_aborted_answers_leave_nothing(upstream: Upstream) -> None:
+    """Clients that leave cost no file and no task for longer than they stay."""
+    open_now = 0
+    all_closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal open_now
+        open_now += 1
+        writer.write(CHUNKED + chunk(b"one"))
+        try:
+            await reader.read()
+        finally:
+            open_now -= 1
+            if not open_now:
+                all_closed.set()
+
+    async def leave(server: RawServer) -> None:
+        response = await upstream.send(post(server.url))
+        async with aclosing(response.body()) as body:  # type: ignore[type-var]
+            assert await anext(body) == b"one"
+            await response.abort()
+
+    async with serving(serve) as server:
+        await leave(server)
+        num_tasks, num_files = len(asyncio.all_tasks()), _num_files()
+        at_once = 20
+        for _ in range(50):
+            await asyncio.gather(*(leave(server) for _ in range(at_once)))
+        while open_now:
+            all_closed.clear()
+            await asyncio.wait_for(all_closed.wait(), 30)
+        # The last batch may still be tidied up after.
+        assert _num_files() <= num_files + at_once
+        assert len(asyncio.all_tasks()) <= num_tasks + at_once
+
+
+def _num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (counts, names nothing)
+
+
+def plain(body: bytes) -> Serve:
+    """Answers with these bytes."""
+
+    async def serve(_reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+    return serve
 
 
 async def test_any_httpx_transport_can_be_an_engine() -> None:

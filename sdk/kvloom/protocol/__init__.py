@@ -64,6 +64,7 @@ from .lease import (
 from .plan import (
     CONVERSATION_HEADER,
     EXPECTED_RETURN_HEADER,
+    HANDLE_HEADER,
     MAX_EXPECTED_RETURN_S,
     PLAN_HEADER,
     RETURN_MODE_HEADER,
@@ -79,6 +80,7 @@ __all__ = [
     "DIGEST_BYTES",
     "ENGINE_KEY",
     "EXPECTED_RETURN_HEADER",
+    "HANDLE_HEADER",
     "HANDLE_KEY",
     "KV_TRANSFER_PARAMS",
     "MAX_EXPECTED_RETURN_S",

@@ -24,6 +24,10 @@ MAX_EXPECTED_RETURN_S: Final = 86_400.0
 PLAN_HEADER: Final = "X-KVLoom-Plan"
 """The :class:`PlanReport` of an answered turn."""
 
+HANDLE_HEADER: Final = "X-KVLoom-Handle"
+"""The sealed handle, where an API's bodies have no place for one: of an answer,
+and of the request that sends it back."""
+
 
 class ReturnMode(StrEnum):
     """When a turn's KV moves back from decode to prefill."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .answers import Limits
+from .api_refusals import check_generate, check_messages, check_responses
 from .options import Options
 from .refusals import (
     RefusalError,
@@ -18,6 +19,7 @@ from .refusals import (
 )
 from .template import render_chat
 from .tokens import VOCABULARY, encode
+from .translate import chat_of_messages, chat_of_responses, completion_of_generate
 
 MAX_LOGPROBS: Final = 20
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -132,6 +134,49 @@ def completion_ask(
     prompts = _completion_prompts(body["prompt"])
     name = _request_id("cmpl", body, request_id)
     return _ask(body, options, prompts=prompts, asked=asked, request_id=name)
+
+
+def responses_ask(
+    body: Mapping[str, Any], options: Options, *, request_id: str | None
+) -> Ask:
+    """Parse a ``/v1/responses`` request; its ask is that of a chat request.
+
+    Raises:
+        RefusalError: vLLM would refuse it.
+    """
+    check_responses(body)
+    chat = chat_of_responses(body)
+    prompt, asked = chat_prompt(chat, options), chat.get("max_tokens")
+    name = _request_id("resp", body, request_id).replace("resp-", "resp_", 1)
+    return _ask(chat, options, prompts=[prompt], asked=asked, request_id=name)
+
+
+def messages_ask(
+    body: Mapping[str, Any], options: Options, *, request_id: str | None
+) -> Ask:
+    """Parse a ``/v1/messages`` request; its ask is that of a chat request.
+
+    Raises:
+        RefusalError: vLLM would refuse it.
+    """
+    check_messages(body)
+    return chat_ask(chat_of_messages(body), options, request_id=request_id)
+
+
+def generate_ask(
+    body: Mapping[str, Any], options: Options, *, request_id: str | None
+) -> Ask:
+    """Parse a ``/inference/v1/generate`` request.
+
+    Raises:
+        RefusalError: vLLM would refuse it.
+    """
+    check_generate(body)
+    plain = completion_of_generate(body)
+    prompts = [_ids(body["token_ids"], "body.token_ids")]
+    name = _request_id("generate-tokens", body, request_id)
+    asked = plain.get("max_tokens")
+    return _ask(plain, options, prompts=prompts, asked=asked, request_id=name)
 
 
 def chat_prompt(body: Mapping[str, Any], options: Options) -> list[int]:

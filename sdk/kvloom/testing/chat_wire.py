@@ -9,11 +9,22 @@ from .asks import Ask
 from .refusals import truncated_tool_call
 from .tokens import EOS, pack_ids, text_of
 from .turns import Turn
-from .wire import FINGERPRINT, final_usage, logprob, top_logprobs, usage_of
+from .wire import (
+    FINGERPRINT,
+    PLAIN_END,
+    final_usage,
+    logprob,
+    plain_frame,
+    top_logprobs,
+    usage_of,
+)
 
 
 class ChatWire:
     """Writes the answers of one chat request."""
+
+    end = PLAIN_END
+    frame = staticmethod(plain_frame)
 
     def __init__(self, ask: Ask, *, created: int, fails_truncated: bool) -> None:
         self._ask = ask
@@ -24,12 +35,12 @@ class ChatWire:
     def opening(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         return [self._role_chunk(turns[0], i) for i in range(self._ask.n)]
 
-    def chunk(self, turn: Turn, *, choice: int, step: int) -> dict[str, Any] | None:
+    def chunks(self, turn: Turn, *, choice: int, step: int) -> list[dict[str, Any]]:
         output = turn.outputs[choice]
         piece, is_last = output.pieces[step], step == len(output.pieces) - 1
         delta = self._delta(turn, piece)
         if delta is None and not is_last and not self._sends_every_token:
-            return None
+            return []
         entry: dict[str, Any] = {
             "index": choice,
             "delta": {} if delta is None else delta,
@@ -44,14 +55,13 @@ class ChatWire:
             chunk["system_fingerprint"] = FINGERPRINT
         if self._ask.has_continuous_usage:
             chunk["usage"] = usage_of(len(turn.prompt.token_ids), step + 1)
-        return chunk
+        return [chunk]
 
-    def usage_chunk(self, turns: Sequence[Turn]) -> dict[str, Any]:
-        return {
-            **self._head([]),
-            "usage": final_usage(turns, is_sparse=True),
-            "system_fingerprint": FINGERPRINT,
-        }
+    def closing(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        if not self._ask.includes_usage:
+            return []
+        usage = {"usage": final_usage(turns, is_sparse=True)}
+        return [{**self._head([]), **usage, "system_fingerprint": FINGERPRINT}]
 
     def body(
         self, turns: Sequence[Turn], *, params: Mapping[str, Any] | None

@@ -7,11 +7,22 @@ from .answers import Channel, Piece
 from .asks import Ask
 from .tokens import text_of
 from .turns import Turn
-from .wire import FINGERPRINT, final_usage, logprob, top_logprobs, usage_of
+from .wire import (
+    FINGERPRINT,
+    PLAIN_END,
+    final_usage,
+    logprob,
+    plain_frame,
+    top_logprobs,
+    usage_of,
+)
 
 
 class CompletionWire:
     """Writes the answers of one completion request."""
+
+    end = PLAIN_END
+    frame = staticmethod(plain_frame)
 
     def __init__(self, ask: Ask, *, created: int) -> None:
         self._ask = ask
@@ -20,7 +31,7 @@ class CompletionWire:
     def opening(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         return []
 
-    def chunk(self, turn: Turn, *, choice: int, step: int) -> dict[str, Any] | None:
+    def chunks(self, turn: Turn, *, choice: int, step: int) -> list[dict[str, Any]]:
         output = turn.outputs[choice]
         piece, is_last = output.pieces[step], step == len(output.pieces) - 1
         asked = self._ask.returns_token_ids
@@ -39,14 +50,13 @@ class CompletionWire:
             chunk["system_fingerprint"] = FINGERPRINT
         if self._ask.has_continuous_usage:
             chunk["usage"] = usage_of(len(turn.prompt.token_ids), step + 1)
-        return chunk
+        return [chunk]
 
-    def usage_chunk(self, turns: Sequence[Turn]) -> dict[str, Any]:
-        return {
-            **self._head([]),
-            "usage": final_usage(turns, is_sparse=True),
-            "system_fingerprint": FINGERPRINT,
-        }
+    def closing(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        if not self._ask.includes_usage:
+            return []
+        usage = {"usage": final_usage(turns, is_sparse=True)}
+        return [{**self._head([]), **usage, "system_fingerprint": FINGERPRINT}]
 
     def body(
         self, turns: Sequence[Turn], *, params: Mapping[str, Any] | None

@@ -1,8 +1,12 @@
 """vLLM's HTTP surface over a fake engine."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+)
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,28 +16,41 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from .asks import Ask, chat_ask, chat_prompt, completion_ask, lora_of
+from .api_refusals import check_messages
+from .asks import (
+    Ask,
+    chat_ask,
+    chat_prompt,
+    completion_ask,
+    generate_ask,
+    lora_of,
+    messages_ask,
+    responses_ask,
+)
 from .chat_wire import ChatWire
 from .completion_wire import CompletionWire
-from .faults import EngineDiedError, RecordedRequest
+from .faults import RecordedRequest
+from .generate_wire import GenerateWire
+from .generation import Generation, refused
+from .messages_wire import MessagesWire
 from .refusals import (
     RefusalError,
     check_chat,
     engine_down,
-    generation_failed,
     invalid,
 )
+from .responses_wire import ResponsesWire
 from .tokens import decode, encode, text_of
-from .turns import Turn
+from .translate import chat_of_messages
 from .wire import Wire
 
 if TYPE_CHECKING:
     from .engine import FakeEngine
 
-_STREAM_HEADERS: Final = ((b"content-type", b"text/event-stream; charset=utf-8"),)
-_DONE: Final = b"data: [DONE]\n\n"
+VLLM_VERSION: Final = "0.32.0"
+"""Whose forms these are."""
 
 
 def build_app(engine: "FakeEngine") -> Starlette:
@@ -63,7 +80,13 @@ class _Surface:
         return [
             self._route("/v1/chat/completions", self._chat, post),
             self._route("/v1/completions", self._completion, post),
+            self._route("/v1/responses", self._responses, post),
+            self._route("/v1/messages", self._messages, post),
+            self._route("/v1/messages/count_tokens", self._count, post),
+            self._route("/inference/v1/generate", self._generate, post),
+            self._route("/v1/embeddings", self._embeddings, post),
             self._route("/v1/models", self._models, get),
+            self._route("/version", self._version, get),
             self._route("/health", self._health, get),
             self._route("/metrics", self._metrics, get),
             self._route("/reset_prefix_cache", self._reset, post),
@@ -80,11 +103,15 @@ class _Surface:
         async def endpoint(request: Request) -> ASGIApp:
             body = await _recorded(self._engine, request)
             if self._engine.faults.down:
-                return _refusal(engine_down())
+                return refused(engine_down())
             try:
                 return await serve(request, body)
             except RefusalError as refusal:
-                return _refusal(refusal)
+                return refused(refusal)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                # Where the fake trips over a body, vLLM's parser refuses it.
+                what = f"{type(error).__name__}: {error}"
+                return refused(invalid("value_error", "body", what))
 
         # Starlette calls what an endpoint returns as an ASGI application.
         return Route(path, endpoint, methods=methods)
@@ -102,13 +129,67 @@ class _Surface:
         ask = completion_ask(_object(body), options, request_id=_request_id(request))
         return self._generation(ask, CompletionWire(ask, created=self._now()))
 
+    async def _responses(self, request: Request, body: Any) -> ASGIApp:
+        options, asked = self._engine.options, _object(body)
+        ask = responses_ask(asked, options, request_id=None)
+        return self._generation(
+            ask,
+            ResponsesWire(
+                ask,
+                asked,
+                created=self._now(),
+                fails_truncated=options.fails_truncated_calls,
+            ),
+        )
+
+    async def _messages(self, request: Request, body: Any) -> ASGIApp:
+        options = self._engine.options
+        with _anthropic_refusals():
+            name = _request_id(request)
+            ask = messages_ask(_object(body), options, request_id=name)
+            fails = options.fails_truncated_calls
+            return self._generation(ask, MessagesWire(ask, fails_truncated=fails))
+
+    async def _count(self, _request: Request, body: Any) -> ASGIApp:
+        asked = _object(body)
+        with _anthropic_refusals():
+            check_messages({"max_tokens": 1, **asked})
+            ids = chat_prompt(chat_of_messages(asked), self._engine.options)
+        count = len(ids)
+        context = {"original_input_tokens": count}
+        return JSONResponse({"input_tokens": count, "context_management": context})
+
+    async def _generate(self, request: Request, body: Any) -> ASGIApp:
+        options = self._engine.options
+        ask = generate_ask(_object(body), options, request_id=_request_id(request))
+        return self._generation(ask, GenerateWire(ask, created=self._now()))
+
+    async def _embeddings(self, _request: Request, body: Any) -> ASGIApp:
+        """Not vectors of a model, but always the same for the same text."""
+        asked, options = _object(body), self._engine.options
+        lora_of(asked.get("model"), options)
+        given = asked.get("input")
+        texts = given if isinstance(given, list) else [given]
+        rows = [encode(_text(text, "body.input")) for text in texts]
+        data = [
+            {"index": i, "object": "embedding", "embedding": [t / 1e6 for t in row[:8]]}
+            for i, row in enumerate(rows)
+        ]
+        usage = {"prompt_tokens": sum(map(len, rows))}
+        usage["total_tokens"] = usage["prompt_tokens"]
+        answer = {"object": "list", "model": options.model, "data": data}
+        return JSONResponse({**answer, "usage": usage})
+
+    async def _version(self, _request: Request, _body: Any) -> ASGIApp:
+        return JSONResponse({"version": VLLM_VERSION})
+
     def _generation(self, ask: Ask, wire: Wire) -> ASGIApp:
         failures = self._engine.faults.failures
         if failures:
             status, message = failures.pop(0)
             kind = "InternalServerError" if status >= 500 else "BadRequestError"
             raise RefusalError(message, status=status, type=kind)
-        return _Generation(self._engine, ask, wire)
+        return Generation(self._engine, ask, wire)
 
     def _now(self) -> int:
         return int(self._engine.options.clock())
@@ -161,104 +242,6 @@ class _Surface:
         return JSONResponse({"prompt": decode(_object(body).get("tokens") or ())})
 
 
-class _Generation:
-    """One generation request as an ASGI application."""
-
-    def __init__(self, engine: "FakeEngine", ask: Ask, wire: Wire) -> None:
-        self._engine = engine
-        self._ask = ask
-        self._wire = wire
-        self._num_sent = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_disconnected(receive, self._serve(send))
-        except RefusalError as refusal:
-            await _refusal(refusal)(scope, receive, send)
-        except EngineDiedError:
-            if self._engine.hang_up is None:
-                raise
-            self._engine.hang_up(scope)
-            await _disconnected(receive)
-
-    async def _serve(self, send: Send) -> None:
-        await self._engine.faults.core_runs()
-        async with contextlib.AsyncExitStack() as stack:
-            turns = [
-                await stack.enter_async_context(self._engine.turn(self._ask, i))
-                for i in range(len(self._ask.prompts))
-            ]
-            gate = self._engine.faults.first_byte_gate
-            if gate is not None:
-                await gate.wait()
-            answer = self._stream if self._ask.is_stream else self._whole
-            await answer(turns, send)
-
-    async def _whole(self, turns: list[Turn], send: Send) -> None:
-        for turn in turns:
-            turn.advance(turn.num_steps)
-        await _send_json(send, self._wire.body(turns, params=turns[0].handover))
-
-    async def _stream(self, turns: list[Turn], send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200}
-        await send({**start, "headers": list(_STREAM_HEADERS)})
-        try:
-            for chunk in self._wire.opening(turns):
-                await self._event(send, chunk)
-            for turn in turns:
-                await self._tokens(turn, send)
-            if self._ask.includes_usage:
-                await self._event(send, self._wire.usage_chunk(turns))
-        except RefusalError as refusal:
-            await _send_bytes(send, _event(refusal.as_json()))
-        await _send_bytes(send, _DONE, is_last=True)
-
-    async def _tokens(self, turn: Turn, send: Send) -> None:
-        for step in range(turn.num_steps):
-            turn.advance(step + 1)
-            for choice, output in enumerate(turn.outputs):
-                if step < len(output.pieces):
-                    chunk = self._wire.chunk(turn, choice=choice, step=step)
-                    if chunk is not None:
-                        await self._event(send, chunk)
-
-    async def _event(self, send: Send, chunk: Mapping[str, Any]) -> None:
-        faults = self._engine.faults
-        if faults.chunk_gate is not None:
-            await faults.chunk_gate.acquire()
-        await faults.core_runs()
-        if faults.dies_after_chunks == self._num_sent:
-            faults.dies_after_chunks = None
-            raise EngineDiedError(f"{self._engine.name} died as it was told to")
-        if faults.errors_after_chunks == self._num_sent:
-            faults.errors_after_chunks = None
-            raise generation_failed()
-        self._num_sent += 1
-        await _send_bytes(send, _event(chunk))
-
-
-async def unless_disconnected(
-    receive: Receive, work: Coroutine[Any, Any, None]
-) -> None:
-    """Run ``work``, cancelled when the client goes away."""
-    worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        is_done = worker.done()
-        worker.cancel()
-        watcher.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
-    if is_done:
-        worker.result()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def metrics_text(engine: "FakeEngine") -> str:
     """The engine's series in Prometheus' text form, under vLLM's names."""
     pool = engine.pool
@@ -293,6 +276,17 @@ async def _recorded(engine: "FakeEngine", request: Request) -> Any:
     return body
 
 
+@contextlib.contextmanager
+def _anthropic_refusals() -> Iterator[None]:
+    """What vLLM refuses once it knows the endpoint has Anthropic's shape; what
+    its parser refuses has not."""
+    try:
+        yield
+    except RefusalError as refusal:
+        refusal.is_anthropics = not refusal.is_parsers
+        raise
+
+
 def _object(body: Any) -> dict[str, Any]:
     if isinstance(body, dict):
         return body
@@ -315,27 +309,4 @@ async def _http_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     phrase = HTTPStatus(status).phrase
-    return _refusal(RefusalError(error.detail, status=status, type=phrase))
-
-
-def _refusal(refusal: RefusalError) -> JSONResponse:
-    return JSONResponse(refusal.as_json(), status_code=refusal.status)
-
-
-def _event(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-
-
-async def _send_json(send: Send, body: Mapping[str, Any]) -> None:
-    encoded = msgspec.json.encode(body)
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(encoded)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await _send_bytes(send, encoded, is_last=True)
-
-
-async def _send_bytes(send: Send, data: bytes, *, is_last: bool = False) -> None:
-    message = {"type": "http.response.body", "body": data, "more_body": not is_last}
-    await send(message)
+    return refused(RefusalError(error.detail, status=status, type=phrase))

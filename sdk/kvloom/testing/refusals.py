@@ -9,6 +9,7 @@ from typing import Any, Final
 _MAX_SALT_CHARS: Final = 128
 _SALT_FORBIDDEN: Final = frozenset("@/\\\0")
 _BAD_REQUEST: Final = "BadRequestError"
+_BAD_FORM: Final = "Bad Request"
 
 
 class RefusalError(Exception):
@@ -27,8 +28,18 @@ class RefusalError(Exception):
         self.status = status
         self.type = type
         self.param = param
+        self.is_anthropics = False
+        """Whether it is written as Anthropic's API does."""
+
+    @property
+    def is_parsers(self) -> bool:
+        """Whether the body itself was refused, before any endpoint saw it."""
+        return self.type == _BAD_FORM
 
     def as_json(self) -> dict[str, Any]:
+        if self.is_anthropics:
+            error = {"type": self.type, "message": self.message}
+            return {"type": "error", "error": error}
         return {
             "error": {
                 "message": self.message,
@@ -42,9 +53,7 @@ class RefusalError(Exception):
 def invalid(kind: str, loc: str, message: str) -> RefusalError:
     """A body of the wrong form, as the real engine's parser words it."""
     detail = {"type": kind, "loc": loc, "msg": message}
-    return RefusalError(
-        f"1 validation error:\n  {detail}", type="Bad Request", param=loc
-    )
+    return RefusalError(f"1 validation error:\n  {detail}", type=_BAD_FORM, param=loc)
 
 
 def unknown_model(model: str, served: Sequence[str]) -> RefusalError:
@@ -92,8 +101,8 @@ def check_chat(body: Mapping[str, Any]) -> None:
     Raises:
         RefusalError: with vLLM's status and error body.
     """
-    _check_fields(body)
-    _check_messages(body.get("messages"))
+    check_fields(body)
+    check_message_list(body.get("messages"))
     _check_common(body)
     _check_chat_logprobs(body)
     _check_tools(body)
@@ -110,7 +119,7 @@ def check_completion(body: Mapping[str, Any]) -> None:
     Raises:
         RefusalError: with vLLM's status and error body.
     """
-    _check_fields(body)
+    check_fields(body)
     _check_prompt(body.get("prompt"))
     _check_common(body)
     _check_completion_logprobs(body)
@@ -125,48 +134,51 @@ def check_sampling(
         RefusalError: with vLLM's status and error body.
     """
     n, min_tokens = body.get("n") or 1, body.get("min_tokens") or 0
-    _require(n >= 1, f"n must be at least 1, got {n}.")
-    _require(
+    require(n >= 1, f"n must be at least 1, got {n}.")
+    require(
         max_tokens >= 1,
         f"max_tokens must be at least 1, got {max_tokens}.",
         param="max_tokens",
     )
-    _require(
+    require(
         min_tokens >= 0,
         f"min_tokens must be greater than or equal to 0, got {min_tokens}.",
     )
-    _require(
+    require(
         min_tokens <= max_tokens,
         f"min_tokens must be less than or equal to max_tokens={max_tokens}, "
         f"got {min_tokens}.",
     )
     _check_ranges(body)
     if body.get("temperature") == 0:
-        _require(n == 1, f"n must be 1 when using greedy sampling, got {n}.")
+        require(n == 1, f"n must be 1 when using greedy sampling, got {n}.")
     _check_max_logprobs(body, max_logprobs)
 
 
-def _require(holds: bool, message: str, *, param: str | None = None) -> None:
+def require(holds: bool, message: str, *, param: str | None = None) -> None:
+    """Refuse with ``message`` unless it holds."""
     if not holds:
         raise RefusalError(message, param=param)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether vLLM takes it for an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return _is_int(value) or isinstance(value, float)
+    return is_int(value) or isinstance(value, float)
 
 
-def _is_text_or_list(value: object) -> bool:
+def is_text_or_list(value: object) -> bool:
+    """Whether it is a text or a list."""
     return isinstance(value, str | list)
 
 
 _FORMS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     **dict.fromkeys(
         ("max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"),
-        (_is_int, "integer"),
+        (is_int, "integer"),
     ),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
@@ -181,12 +193,13 @@ _FORMS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         (lambda value: isinstance(value, dict), "dictionary"),
     ),
     "model": (lambda value: isinstance(value, str), "string"),
-    "stop": (_is_text_or_list, "string or list"),
+    "stop": (is_text_or_list, "string or list"),
     "tools": (lambda value: isinstance(value, list), "list"),
 }
 
 
-def _check_fields(body: Mapping[str, Any]) -> None:
+def check_fields(body: Mapping[str, Any]) -> None:
+    """Refuse fields of another type than the API's."""
     for name, (fits, kind) in _FORMS.items():
         value = body.get(name)
         if value is not None and not fits(value):
@@ -195,7 +208,8 @@ def _check_fields(body: Mapping[str, Any]) -> None:
             )
 
 
-def _check_messages(messages: object) -> None:
+def check_message_list(messages: object) -> None:
+    """Refuse what is no list of messages."""
     if messages is None:
         raise invalid("missing", "body.messages", "Field required")
     if not isinstance(messages, list):
@@ -206,41 +220,42 @@ def _check_messages(messages: object) -> None:
 
 
 def _check_prompt(prompt: object) -> None:
-    _require(
+    require(
         prompt is not None and prompt != "",
         "Either prompt or prompt_embeds must be provided and non-empty.",
         param="prompt",
     )
-    if not _is_text_or_list(prompt):
+    if not is_text_or_list(prompt):
         raise invalid("string_type", "body.prompt", "Input should be a valid string")
 
 
 def _check_common(body: Mapping[str, Any]) -> None:
-    _require(
+    require(
         not body.get("stream_options") or bool(body.get("stream")),
         "Stream options can only be defined when `stream=True`.",
         param="stream_options",
     )
-    _require(
+    require(
         not body.get("stream") or not body.get("use_beam_search"),
         "Streaming is not currently supported with beam search",
     )
-    _check_salt(body.get("cache_salt"))
+    check_salt(body.get("cache_salt"))
     _check_response_format(body.get("response_format"))
     stop = body.get("stop")
     empty = "" in stop if isinstance(stop, list) else stop == ""
-    _require(not empty, "stop cannot contain an empty string.")
+    require(not empty, "stop cannot contain an empty string.")
 
 
-def _check_salt(salt: object) -> None:
+def check_salt(salt: object) -> None:
+    """Refuse a cache salt that could be a path."""
     if salt is None:
         return
-    _require(
+    require(
         isinstance(salt, str) and salt != "",
         "Parameter 'cache_salt' must be a non-empty string if provided.",
         param="cache_salt",
     )
-    _require(
+    require(
         len(str(salt)) <= _MAX_SALT_CHARS and _SALT_FORBIDDEN.isdisjoint(str(salt)),
         "Parameter 'cache_salt' must be at most 128 characters and must not "
         "contain '@', '/', '\\\\', or NUL.",
@@ -250,7 +265,7 @@ def _check_salt(salt: object) -> None:
 
 def _check_response_format(response_format: Mapping[str, Any] | None) -> None:
     if response_format and response_format.get("type") == "json_schema":
-        _require(
+        require(
             response_format.get("json_schema") is not None,
             "When response_format type is 'json_schema', the 'json_schema' field "
             "must be provided.",
@@ -263,7 +278,7 @@ def _check_chat_logprobs(body: Mapping[str, Any]) -> None:
     _check_prompt_logprobs(body)
     top = body.get("top_logprobs")
     if top:
-        _require(
+        require(
             bool(body.get("logprobs")),
             "when using `top_logprobs`, `logprobs` must be set to true.",
             param="top_logprobs",
@@ -279,8 +294,8 @@ def _check_counts(body: Mapping[str, Any], names: Sequence[str]) -> None:
     for name in names:
         value = body.get(name)
         if value is not None:
-            _require(_is_number(value), f"`{name}` must be an integer.", param=name)
-            _require(
+            require(_is_number(value), f"`{name}` must be an integer.", param=name)
+            require(
                 value >= 0 or value == -1,
                 f"`{name}` must be a positive value or -1.",
                 param=name,
@@ -288,7 +303,7 @@ def _check_counts(body: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def _check_prompt_logprobs(body: Mapping[str, Any]) -> None:
-    _require(
+    require(
         not body.get("stream") or not body.get("prompt_logprobs"),
         "`prompt_logprobs` are not available when `stream=True`.",
         param="prompt_logprobs",
@@ -297,7 +312,7 @@ def _check_prompt_logprobs(body: Mapping[str, Any]) -> None:
 
 def _check_tools(body: Mapping[str, Any]) -> None:
     tools, choice = body.get("tools"), body.get("tool_choice")
-    _require(
+    require(
         tools != [],
         "`tools` must not be an empty array. Either provide at least one tool or "
         "omit the field entirely.",
@@ -308,7 +323,7 @@ def _check_tools(body: Mapping[str, Any]) -> None:
             raise invalid("missing", f"body.tools.{i}.function.name", "Field required")
     if choice is None or choice == "none":
         return
-    _require(
+    require(
         tools is not None,
         "When using `tool_choice`, `tools` must be set.",
         param="tool_choice",
@@ -316,7 +331,7 @@ def _check_tools(body: Mapping[str, Any]) -> None:
     if isinstance(choice, dict):
         _check_named_tool(choice, tools or [])
     else:
-        _require(
+        require(
             choice in ("auto", "required"),
             f"Invalid value for `tool_choice`: {choice}! Only named tools, "
             '"none", "auto" or "required" are supported.',
@@ -337,7 +352,7 @@ def _check_named_tool(
 ) -> None:
     match choice:
         case {"function": {"name": str(name)}} if name:
-            _require(
+            require(
                 any(tool["function"]["name"] == name for tool in tools),
                 "The tool specified in `tool_choice` does not match any of the "
                 "specified `tools`",
@@ -365,14 +380,14 @@ def _check_ranges(body: Mapping[str, Any]) -> None:
     for name, (low, high, message) in _RANGES.items():
         value = body.get(name)
         if value is not None:
-            _require(low <= value <= high, f"{message}, got {value}.", param=name)
+            require(low <= value <= high, f"{message}, got {value}.", param=name)
 
 
 def _check_max_logprobs(body: Mapping[str, Any], max_logprobs: int) -> None:
     for name in ("top_logprobs", "logprobs", "prompt_logprobs"):
         value = body.get(name)
-        if _is_int(value) and value is not None:
-            _require(
+        if is_int(value) and value is not None:
+            require(
                 value <= max_logprobs,
                 f"Requested sample logprobs of {value}, which is greater than max "
                 f"allowed: {max_logprobs}",

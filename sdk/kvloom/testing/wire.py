@@ -7,6 +7,8 @@ bytes compare with what a router passes on.
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from .tokens import encode, text_of
 from .turns import Turn
 
@@ -20,17 +22,36 @@ class Wire(Protocol):
         """The chunks before the first token."""
         ...
 
-    def chunk(self, turn: Turn, *, choice: int, step: int) -> dict[str, Any] | None:
-        """The chunk of one token, or ``None`` where nothing is sent for it."""
+    def chunks(self, turn: Turn, *, choice: int, step: int) -> list[dict[str, Any]]:
+        """What one token sends; nothing where nothing is sent for it."""
         ...
 
-    def usage_chunk(self, turns: Sequence[Turn]) -> dict[str, Any]: ...
+    def closing(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """The chunks after the last token."""
+        ...
+
+    def frame(self, chunk: Mapping[str, Any], /) -> bytes:
+        """A chunk as the event that it is sent as."""
+        ...
+
+    @property
+    def end(self) -> bytes:
+        """What ends a stream, whole or not."""
+        ...
 
     def body(
         self, turns: Sequence[Turn], *, params: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """The answer that is not streamed."""
         ...
+
+
+PLAIN_END: Final = b"data: [DONE]\n\n"
+
+
+def plain_frame(chunk: Mapping[str, Any]) -> bytes:
+    """An event without a name."""
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Final
 
 import msgspec
 
+from .api import Api
+from .endings import ending_of
 from .engines import Engines
 from .errors import BadRequestError, RouterError, no_engine, stopping
 from .exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
@@ -18,7 +20,9 @@ from .feed import Feeds
 from .fields import FieldRules
 from .job import EngineAnswerError
 from .metrics import METRICS_CONTENT_TYPE, Metrics
-from .request import Api, parse_turn
+from .passthrough import PassThrough
+from .paths import METHODS, passes
+from .request import parse_turn
 from .turn import Conductor
 
 FAREWELL_S: Final = 1.0
@@ -29,7 +33,8 @@ Handler = Callable[[Exchange], Awaitable[str]]
 
 
 class RouterApp:
-    """Serves the OpenAI endpoints, ``/health`` and ``/metrics``."""
+    """Serves OpenAI's and Anthropic's endpoints, ``/health``, ``/metrics`` and
+    ``/openapi.json``; what else is the engines' API passes through."""
 
     def __init__(
         self,
@@ -37,24 +42,29 @@ class RouterApp:
         engines: Engines,
         feeds: Feeds,
         conductor: Conductor,
+        passthrough: PassThrough,
         metrics: Metrics,
         running: Callable[[], AbstractAsyncContextManager[None]],
         body_limit_bytes: int,
+        openapi: bytes,
     ) -> None:
-        """``running`` is entered at start-up and left at shutdown."""
+        """``running`` is entered at start-up and left at shutdown; ``openapi``
+        describes all of it."""
         self._engines = engines
         self._feeds = feeds
         self._conductor = conductor
+        self._passthrough = passthrough
         self._metrics = metrics
         self._rules = FieldRules()
         self._running = running
+        self._openapi = openapi
         self._body_limit_bytes = body_limit_bytes
         self._routes: dict[str, tuple[frozenset[str], Handler]] = {
-            Api.CHAT: (_POST, self._turn(Api.CHAT)),
-            Api.COMPLETIONS: (_POST, self._turn(Api.COMPLETIONS)),
+            **{api: (_POST, self._turn(api)) for api in Api},
             "/v1/models": (_GET, self._models),
             "/health": (_GET, self._health),
             "/metrics": (_GET, self._metrics_page),
+            "/openapi.json": (_GET, self._description),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,16 +89,20 @@ class RouterApp:
 
     async def _answer(self, scope: Scope, client: Exchange) -> None:
         path = _canonical(scope["path"])
-        route = path if path in self._routes else "other"
+        ending = ending_of(path)
+        client.path, client.error_body = path, ending.error_body
+        route = self._route(path)
         outcome = "error"
         try:
             outcome = await self._handler(scope["method"], path)(client)
         except RouterError as error:
             outcome = error.code
-            await client.reply(error.status, (JSON, *error.headers), error.body())
+            await client.refuse(error)
         except EngineAnswerError as error:
             outcome = "engine_refused"
-            await client.reply(error.status, error.headers, error.body)
+            await client.reply(
+                error.status, error.headers, ending.refusal(error.status, error.body)
+            )
         except ClientGoneError:
             outcome = "client_gone"
         except asyncio.CancelledError:
@@ -97,15 +111,25 @@ class RouterApp:
         finally:
             self._metrics.requests.labels(route, outcome).inc()
 
+    def _route(self, path: str) -> str:
+        """The path's name in the metrics, of which there are only so many."""
+        if path in self._routes:
+            return path
+        return "passthrough" if passes(path) else "other"
+
     def _handler(self, method: str, path: str) -> Handler:
-        if path not in self._routes:
+        if path in self._routes:
+            methods, handler = self._routes[path]
+        elif passes(path):
+            methods, handler = METHODS, self._passthrough.relay
+        else:
             raise BadRequestError(
                 f"There is no {path} here: this router serves "
-                f"{', '.join(self._routes)}",
+                f"{', '.join(self._routes)}, and what else is part of the "
+                "engines' API",
                 code="unknown_path",
                 status=404,
             )
-        methods, handler = self._routes[path]
         if method not in methods:
             raise BadRequestError(
                 f"{path} takes {' or '.join(sorted(methods))}, not {method}",
@@ -146,6 +170,10 @@ class RouterApp:
         await client.reply(200, (kind,), self._metrics.page())
         return "ok"
 
+    async def _description(self, client: Exchange) -> str:
+        await client.reply(200, (JSON,), self._openapi)
+        return "ok"
+
 
 async def _cut_off(client: Exchange) -> None:
     """The server stops: the client gets an end, not silence.
@@ -161,10 +189,21 @@ async def _cut_off(client: Exchange) -> None:
 
 
 def _canonical(path: str) -> str:
-    """A base URL without ``/v1`` means the same."""
+    """A base URL without ``/v1`` means the same, and so does a slash at the
+    end."""
+    path = path.rstrip("/") or "/"
     return f"/v1{path}" if path in _WITHOUT_VERSION else path
 
 
-_WITHOUT_VERSION = frozenset({"/chat/completions", "/completions", "/models"})
+_WITHOUT_VERSION = frozenset(
+    {
+        "/chat/completions",
+        "/completions",
+        "/responses",
+        "/messages",
+        "/embeddings",
+        "/models",
+    }
+)
 _GET = frozenset({"GET", "HEAD"})
 _POST = frozenset({"POST"})

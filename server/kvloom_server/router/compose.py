@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 
 from prometheus_client import CollectorRegistry
 
@@ -13,11 +14,14 @@ from kvloom_server.settings import RouterSettings
 
 from .app import RouterApp
 from .decode import DecodeLeg
+from .derive import Chains
 from .directory import Directory, Let
 from .engines import Engine, Engines
 from .experience import Experience
 from .feed import PROBE_S, Feeds, Followed
 from .metrics import Metrics
+from .naming import Names
+from .passthrough import PassThrough
 from .prefill import PrefillLeg
 from .seal import Sealer
 from .strays import Strays
@@ -78,9 +82,16 @@ def build_app(
         engines=parts.engines,
         feeds=parts.feeds,
         conductor=_conductor(parts, prefill),
+        passthrough=PassThrough(
+            engines=parts.engines,
+            upstream=parts.upstream,
+            api_key=parts.api_key,
+            body_limit_bytes=settings.body_limit_bytes,
+        ),
         metrics=parts.metrics,
         running=running,
         body_limit_bytes=settings.body_limit_bytes,
+        openapi=files(__package__).joinpath("openapi.json").read_bytes(),
     )
 
 
@@ -204,6 +215,10 @@ def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
         experience=parts.experience,
         sealer=parts.sealer,
         metrics=parts.metrics,
+        names=Names(
+            directory=parts.directory,
+            chains=_chains(parts.settings),
+        ),
         mode=parts.settings.return_mode,
         can_return=parts.settings.connector == "kvloom",
         clock=parts.clock,
@@ -219,6 +234,13 @@ def _experience(settings: RouterSettings, metrics: Metrics) -> Experience:
     )
     metrics.watch_thresholds(experience.learner.thresholds)
     return experience
+
+
+def _chains(settings: RouterSettings) -> Chains | None:
+    if not settings.derive_conversations:
+        return None
+    # Every request of a conversation leaves two places.
+    return Chains(max_entries=8 * settings.max_conversations)
 
 
 def _aiohttp(settings: RouterSettings) -> AiohttpUpstream:

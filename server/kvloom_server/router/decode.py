@@ -7,11 +7,13 @@ gets an error event. The last event carries the handle of the turn's lease.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
-from kvloom.protocol import PLAN_HEADER, PlanReport
+from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport
 
 from .directory import Directory, continues
+from .endings import ENDINGS
 from .engines import Engine, Engines
 from .errors import RouterError, engine_failed, engine_failed_midway
 from .exchange import Exchange
@@ -23,7 +25,7 @@ from .metrics import Metrics
 from .plan import Lease, next_decode
 from .replay import KeptAnswer
 from .seal import Binding, Sealed, Sealer
-from .splice import TailSplicer, spliced
+from .splice import TailSplicer
 from .strays import Strays
 from .upstream import (
     BrokenError,
@@ -42,6 +44,10 @@ Granted = asyncio.Future[Lease | None]
 KEPT_S: Final = 60.0
 """Until when a handle says that a lease lives which was just now renewed for as
 long as its engine keeps any; the engine alone knows how long that is."""
+
+EARLY_S: Final = 3600.0
+"""The same for a lease that its engine has not granted yet: longer than any
+answer and any lease; where the lease has ended, the engine says so."""
 
 
 class DecodeLeg:
@@ -134,11 +140,17 @@ class DecodeLeg:
             job.request.body,
             params,
             turn_id=turn_id,
+            api=job.request.api,
             expected_return_s=self._experience.expected_return_s(job),
         )
         request = job.leg(engine, body, api_key=self._api_key)
         lease = job.plan.lease
-        if job.asks_lease and lease and _goes_on(job, engine, lease):
+        if (
+            job.asks_lease
+            and lease
+            and job.owns(lease)
+            and _goes_on(job, engine, lease)
+        ):
             self._directory.supersede(job.turn_id, lease)
         began = self._clock()
         with self._feeds.announcements.expected(job.turn_id) as granted:
@@ -196,12 +208,34 @@ class DecodeLeg:
         deadline = lease.deadline_unix
         if self._feeds.keep(engine.name, lease.lease_id):
             deadline = max(deadline, self._wall_clock() + KEPT_S)
+        return self._sealed(engine, job, replace(lease, deadline_unix=deadline))
+
+    def early_handle(self, engine: Engine, job: Job) -> list[tuple[str, str]]:
+        """The header with the handle of a lease that is yet to be granted.
+
+        The router names the lease, so that its handle can go before the answer.
+        Of its length only the prompt is known, and of its end nothing. Should
+        it not be granted, the handle is a miss like that of a lease that ended.
+        """
+        if not job.asks_lease or job.turn.tag is None:
+            return []
+        lease = Lease(
+            lease_id=job.turn_id,
+            engine=engine.name,
+            num_tokens=job.report(engine.name).prompt_tokens or 0,
+            deadline_unix=self._wall_clock() + EARLY_S,
+        )
+        self._metrics.handle("named")
+        return [(HANDLE_HEADER.lower(), self._sealed(engine, job, lease))]
+
+    def _sealed(self, engine: Engine, job: Job, lease: Lease) -> str:
+        assert job.turn.tag is not None, "only a conversation has a lease"
         return self._sealer.seal(
             Sealed(
                 lease_id=lease.lease_id,
                 engine=engine.mark,
                 num_tokens=lease.num_tokens,
-                deadline_unix=deadline,
+                deadline_unix=lease.deadline_unix,
             ),
             Binding(conversation=job.turn.tag, model=job.request.model),
         )
@@ -235,7 +269,10 @@ class _Relay:
         self._client = client
         self._granted = granted
         self._began = began
-        self._splicer = TailSplicer()
+        self._ending = ENDINGS[job.request.api]
+        self._splicer = TailSplicer(self._ending)
+        self._last = b""
+        """What came last, for the error that may have to follow it."""
 
     async def run(self, request: UpstreamRequest) -> str:
         try:
@@ -256,8 +293,10 @@ class _Relay:
             raise EngineAnswerError(response.status, response.headers, body)
         if self._kept is not None:
             self._kept.feed(body)
-        headers = self._headers(response)
-        await self._client.reply(200, headers, spliced(body, await self._handle()))
+        headers, handle = self._headers(response), await self._handle()
+        if handle is not None and self._ending.by_header:
+            headers.append((HANDLE_HEADER.lower(), handle))
+        await self._client.reply(200, headers, self._ending.whole(body, handle))
         return "ok"
 
     async def _stream(self, response: UpstreamResponse) -> str:
@@ -268,6 +307,8 @@ class _Relay:
         first = await anext(chunks, b"")
         self._leg.streams(self._engine, self._job, self._began)
         headers = self._headers(response)
+        if self._ending.by_header:
+            headers += self._leg.early_handle(self._engine, self._job)
         await self._client.open_stream(200, headers, farewell=self._farewell)
         await self._pass_on(first)
         async for chunk in chunks:
@@ -279,9 +320,15 @@ class _Relay:
         self._engine.worked()
         if self._kept is not None:
             self._kept.feed(chunk)
+        self._last = chunk
         data = self._splicer.feed(chunk)
-        if self._splicer.is_done:
+        if self._splicer.is_done and not self._ending.by_header:
             data += self._splicer.finish(await self._handle())
+        elif self._splicer.is_done:
+            await self._client.chunk(data + self._splicer.finish(None))
+            # The client has the handle; its lease may have to be kept.
+            await self._handle()
+            return
         if data:
             await self._client.chunk(data)
 
@@ -297,7 +344,8 @@ class _Relay:
         """The rest of the stream, which ends now; an error if it is not whole."""
         if self._splicer.is_done or self._splicer.is_finished:
             return self._splicer.finish(None)
-        return self._splicer.abandon() + error.event()
+        rest = self._splicer.abandon()
+        return rest + self._ending.error_event(error, self._last)
 
     def _headers(self, response: UpstreamResponse) -> list[tuple[str, str]]:
         self._job.is_taken = True

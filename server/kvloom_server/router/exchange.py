@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import (
+    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -36,12 +37,22 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._gone: asyncio.Task[None] | None = None
-        self.headers: dict[str, str] = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
+        self._is_read = asyncio.Event()
+        """No more of the body comes, or nobody wants it."""
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
+        self.header_lines: list[tuple[str, str]] = [
+            (name.decode("latin-1").lower(), value.decode("latin-1"))
             for name, value in scope["headers"]
-        }
+        ]
+        """Lower-case names, in order."""
+        self.headers: dict[str, str] = dict(self.header_lines)
+        self._has_left = False
         self.has_started = False
         self.has_ended = False
+        self.error_body: Callable[[RouterError], bytes] = RouterError.body
+        """How this client's API writes an error."""
         self._farewell: Callable[[RouterError], bytes] | None = None
 
     async def read(self, limit_bytes: int) -> bytes:
@@ -51,26 +62,38 @@ class Exchange:
             BadRequestError: it is over the limit; not all of it was read.
             ClientGoneError: it never came to its end.
         """
+        return b"".join([part async for part in self.parts(limit_bytes)])
+
+    async def parts(self, limit_bytes: int) -> AsyncIterator[bytes]:
+        """The request's body as it comes, once.
+
+        Raises:
+            BadRequestError: it is over the limit; not all of it was read.
+            ClientGoneError: it never came to its end.
+        """
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit_bytes:
             raise too_large(limit_bytes)
-        parts: list[bytes] = []
-        size = 0
-        while True:
+        size, has_more = 0, True
+        while has_more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
+                self._has_left = True
+                self._is_read.set()
                 raise ClientGoneError
             part = message.get("body", b"")
-            parts.append(part)
             size += len(part)
             if size > limit_bytes:
                 raise too_large(limit_bytes)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+            has_more = message.get("more_body", False)
+            if not has_more:
+                self._is_read.set()
+            yield part
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Notice in this block when the client leaves; after ``read``."""
+        """Notice in this block when the client leaves, from the end of its body
+        on, which is read before or inside the block."""
         self._gone = asyncio.create_task(self._until_gone())
         try:
             yield
@@ -133,7 +156,7 @@ class Exchange:
         if self.has_ended:
             return
         if not self.has_started:
-            await self.reply(error.status, (JSON, *error.headers), error.body())
+            await self.refuse(error)
         elif self._farewell is not None:
             await self.end(self._farewell(error))
 
@@ -162,9 +185,14 @@ class Exchange:
         await self.start(status, (*headers, length))
         await self.end(body)
 
+    async def refuse(self, error: RouterError) -> None:
+        """Send an error as the whole answer."""
+        await self.reply(error.status, (JSON, *error.headers), self.error_body(error))
+
     async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await self._is_read.wait()
+        while not self._has_left:
+            self._has_left = (await self._receive())["type"] == "http.disconnect"
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:

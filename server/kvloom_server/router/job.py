@@ -15,12 +15,13 @@ from kvloom.protocol import (
 )
 
 from .engines import Engine
-from .identity import new_turn_id
+from .identity import new_turn_id, tag_of
 from .legs import leg_headers
-from .plan import Plan, Turn
+from .plan import Lease, Plan, Turn
 from .request import TurnRequest
 from .story import Reading
 from .upstream import UpstreamRequest
+from .usage import Usage
 
 MAX_ATTEMPTS: Final = 3
 """Engines that one leg of a turn tries."""
@@ -52,20 +53,11 @@ class EngineAnswerError(Exception):
         self.body = body
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
 class Prefilled(msgspec.Struct):
     """Of a prefill engine's answer, what matters."""
 
     kv_transfer_params: dict[str, Any] | None = None
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
     @property
     def outcome(self) -> PrefillOutcome | None:
@@ -113,6 +105,11 @@ class Job:
     def is_direct(self) -> bool:
         """Whether decode does the turn alone, on the history that it holds."""
         return self.plan.kind is PlanKind.DIRECT
+
+    def owns(self, lease: Lease) -> bool:
+        """Whether the lease is of the turn's own conversation: a branch may
+        begin from its parent's, which stays the parent's."""
+        return tag_of(lease.lease_id) == self.turn.tag
 
     def rename(self) -> None:
         """Another attempt gets another name: the first may still be granted."""
@@ -179,10 +176,9 @@ class Job:
             return None, None, None
         if self.outcome is not None:
             own = self.outcome
-            return usage.prompt_tokens, own.local_tokens, own.returned_tokens
-        details = usage.prompt_tokens_details
+            return usage.num_prompt, own.local_tokens, own.returned_tokens
         # vLLM's own connector: what it cached is all that it can have reused.
-        return usage.prompt_tokens, details.cached_tokens if details else None, 0
+        return usage.num_prompt, usage.num_cached, 0
 
 
 def kept(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

@@ -17,52 +17,24 @@ from kvloom.protocol import (
     prefill_params,
 )
 
-from .request import Body, TurnRequest
-
-OUTPUT_ONLY: Final = frozenset(
-    {
-        "stream",
-        "stream_options",
-        "stream_interval",
-        "n",
-        "best_of",
-        "use_beam_search",
-        "length_penalty",
-        "min_tokens",
-        "max_completion_tokens",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "logprobs",
-        "top_logprobs",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "echo",
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "structural_tag",
-        "guided_decoding_backend",
-        "guided_whitespace_pattern",
-        "thinking_token_budget",
-        "repetition_detection",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "return_token_offsets",
-        "return_prompt_text",
-        "return_mm_kwargs",
-        "routed_experts_prompt_start",
-    }
-)
-"""Fields that only shape the answer. Prefill makes one token that nobody sees,
-and several of these are errors together with that."""
+from .api import Api, Body
+from .request import TurnRequest
+from .shorten import shortened
 
 OURS_ONLY: Final = frozenset({"conversation_id", KV_TRANSFER_PARAMS})
 """Fields that no engine is to see as the client sent them."""
+
+_NOT_ANTHROPICS: Final = OURS_ONLY | {"session_id", "prompt_cache_key"}
+_OURS: Final[Mapping[Api, frozenset[str]]] = {
+    # OpenAI's own, and vLLM's: they name the conversation to the engine too.
+    Api.CHAT: OURS_ONLY,
+    Api.COMPLETIONS: OURS_ONLY,
+    Api.RESPONSES: OURS_ONLY,
+    Api.MESSAGES: _NOT_ANTHROPICS,
+    Api.GENERATE: _NOT_ANTHROPICS,
+}
+"""Fields that name a conversation or carry a handle to this router, and mean
+nothing to the engine's API."""
 
 FORWARDED_HEADERS: Final = (
     "traceparent",
@@ -77,6 +49,7 @@ FORWARDED_HEADERS: Final = (
 def prefill_body(
     body: Body,
     lease: LeaseRef | None,
+    api: Api = Api.CHAT,
     *,
     min_tokens: int | None = None,
     is_warm_up: bool = False,
@@ -85,17 +58,8 @@ def prefill_body(
 
     ``min_tokens`` and ``is_warm_up`` are those of
     :func:`~kvloom.protocol.prefill_params`.
-
-    With tools the tool choice becomes ``none``: a forced call of one token is
-    an HTTP 500 in vLLM. The tools stay in the prompt unless the engine runs
-    with ``--exclude-tools-when-tool-choice-none``, which a prefill engine
-    therefore must not.
     """
-    dropped = OUTPUT_ONLY | OURS_ONLY
-    leg: dict[str, Any] = {k: v for k, v in body.items() if k not in dropped}
-    leg["max_tokens"] = 1
-    if _has_tools(body):
-        leg["tool_choice"] = "none"
+    leg = shortened(api, _theirs(body, api))
     leg[KV_TRANSFER_PARAMS] = prefill_params(
         lease, min_tokens=min_tokens, is_warm_up=is_warm_up
     )
@@ -107,6 +71,7 @@ def decode_body(
     prefilled: Mapping[str, Any] | None,
     *,
     turn_id: str | None,
+    api: Api = Api.CHAT,
     expected_return_s: float | None = None,
 ) -> bytes:
     """The decode leg: the client's own body, and where its prompt's KV is.
@@ -116,14 +81,20 @@ def decode_body(
         prefilled: the transfer params that prefill answered with; ``None``
             when decode is to compute the prompt itself.
         turn_id: the name of the lease that the turn asks for.
+        api: the endpoint.
         expected_return_s: how long after this turn's end the next is expected.
     """
-    leg: dict[str, Any] = {k: v for k, v in body.items() if k not in OURS_ONLY}
+    leg: dict[str, Any] = dict(_theirs(body, api))
     wait_s = expected_return_s if turn_id is not None else None
     params = decode_params(prefilled, turn_id=turn_id, expected_return_s=wait_s)
     if params is not None:
         leg[KV_TRANSFER_PARAMS] = params
     return msgspec.json.encode(leg)
+
+
+def _theirs(body: Body, api: Api) -> Body:
+    """The fields that the engine is to see."""
+    return {name: value for name, value in body.items() if name not in _OURS[api]}
 
 
 def leg_headers(
@@ -153,7 +124,3 @@ def leg_headers(
     if api_key is not None:
         headers.append(("authorization", f"Bearer {api_key}"))
     return tuple(headers)
-
-
-def _has_tools(body: Body) -> bool:
-    return bytes(body.get("tools", b"null")) != b"null"

@@ -130,7 +130,7 @@ class PrefillLeg:
         least = None
         if ref is not None and lease is not None:
             least = self._experience.min_tokens(engine.name, lease)
-        return prefill_body(job.request.body, ref, min_tokens=least)
+        return prefill_body(job.request.body, ref, job.request.api, min_tokens=least)
 
     def _learn(self, job: Job, seconds: float, num_others: int) -> None:
         assert job.prefill is not None

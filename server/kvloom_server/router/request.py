@@ -5,44 +5,31 @@ matter to the router are looked into.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final
 
 import msgspec
 
 from kvloom.protocol import (
     CONVERSATION_HEADER,
     EXPECTED_RETURN_HEADER,
+    HANDLE_HEADER,
     KV_TRANSFER_PARAMS,
     MAX_EXPECTED_RETURN_S,
     RETURN_MODE_HEADER,
     RawTransferParamsError,
     ReturnMode,
     carried,
+    carry,
     is_conversation_id,
 )
 
+from .api import Api, Body, text_of
+from .bodies import is_one_history, needs_whole_prompt, shared_beginning
 from .errors import BadRequestError
 from .fields import FieldRules, check_side_doors
 from .identity import short_digest
-from .story import role_of
-
-Body = dict[str, msgspec.Raw]
-
-_NULL: Final = b"null"
-_CONVERSATION_FIELDS: Final = ("session_id", "conversation_id", "prompt_cache_key")
-_INSTRUCTING_ROLES: Final = ("system", "developer")
-_TOKEN_IDS = re.compile(rb"\[\s*[0-9]")
-
-
-class Api(StrEnum):
-    """An endpoint that is answered by prefill and decode; its path."""
-
-    CHAT = "/v1/chat/completions"
-    COMPLETIONS = "/v1/completions"
+from .keys import named_conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +41,7 @@ class TurnRequest:
     model: str
     """Empty when the client leaves the choice to the engine."""
     conversation: str | None
+    """As the client names it; ``None`` where it does not."""
     session_header: str | None
     """``X-Session-ID``, to be passed on."""
     handle: str | None
@@ -84,20 +72,20 @@ def parse_turn(
     """
     values = _object(body)
     check_side_doors(values)
-    rules.check(values)
-    model = _text(values, "model") or ""
+    rules.check(api, values)
+    model = text_of(values, "model") or ""
     session = _session(headers)
     return TurnRequest(
         api=api,
         body=values,
         model=model,
-        conversation=session or _conversation_in(values),
+        conversation=session or named_conversation(headers, values),
         session_header=session,
-        handle=_handle(values),
+        handle=_handle(headers, values),
         mode=_mode(headers),
-        is_leasable=_is_one_prompt(values) and _is_one_answer(values),
-        needs_whole_prompt=_wants_prompt_logprobs(values),
-        affinity=_affinity(model, values),
+        is_leasable=is_one_history(api, values),
+        needs_whole_prompt=needs_whole_prompt(api, values),
+        affinity=_affinity(model, shared_beginning(api, values)),
         expected_return_s=_expected_return_s(headers),
     )
 
@@ -161,16 +149,19 @@ def _expected_return_s(headers: Mapping[str, str]) -> float | None:
     )
 
 
-def _handle(values: Body) -> str | None:
+def _handle(headers: Mapping[str, str], values: Body) -> str | None:
+    """The handle in the body, else the one in the header."""
     raw = values.get(KV_TRANSFER_PARAMS)
-    if raw is None:
-        return None
+    header = headers.get(HANDLE_HEADER.lower())
     try:
-        return carried(_decoded(raw))
+        handle = None if raw is None else carried(_decoded(raw))
+        if handle is None and header is not None:
+            return carried(carry(header))
     except RawTransferParamsError as error:
         raise BadRequestError(
             str(error), code="raw_transfer_params", param=KV_TRANSFER_PARAMS
         ) from None
+    return handle
 
 
 def _decoded(raw: msgspec.Raw) -> object:
@@ -181,75 +172,7 @@ def _decoded(raw: msgspec.Raw) -> object:
     return value
 
 
-def _conversation_in(values: Body) -> str | None:
-    texts = (_text(values, name) for name in _CONVERSATION_FIELDS)
-    return next((text for text in texts if text), None)
-
-
-def _text(values: Body, name: str) -> str | None:
-    """A field's value if it is a text; other types are the engine's to refuse."""
-    raw = values.get(name)
-    if raw is None or not bytes(raw).startswith(b'"'):
-        return None
-    try:
-        return msgspec.json.decode(raw, type=str)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-
-
-def _is_set(values: Body, name: str) -> bool:
-    return bytes(values.get(name, _NULL)) not in (_NULL, b"false", b"0")
-
-
-def _is_one_prompt(values: Body) -> bool:
-    if _is_set(values, "prompt_embeds"):
-        return False
-    prompt = values.get("prompt")
-    if prompt is None:
-        return True
-    raw = bytes(prompt)
-    return raw.startswith(b'"') or _TOKEN_IDS.match(raw) is not None
-
-
-def _is_one_answer(values: Body) -> bool:
-    single = (_NULL, b"1")
-    counts = (bytes(values.get(name, _NULL)) for name in ("n", "best_of"))
-    return all(count in single for count in counts) and not _is_set(
-        values, "use_beam_search"
-    )
-
-
-def _wants_prompt_logprobs(values: Body) -> bool:
-    # `prompt_logprobs: 0` asks for the prompt's own tokens, so only null is off.
-    if bytes(values.get("prompt_logprobs", _NULL)) != _NULL:
-        return True
-    return _is_set(values, "echo") and "logprobs" in values
-
-
-def _affinity(model: str, values: Body) -> bytes:
-    """Digest of the prompt's beginning that many conversations share."""
-    tools = bytes(values.get("tools", _NULL))
-    instructions = b"".join(_instructions(values))
-    shared = b"\0".join((model.encode(), tools, instructions))
+def _affinity(model: str, beginning: bytes) -> bytes:
+    """Digest of what many conversations share: the model and the beginning."""
+    shared = model.encode() + b"\0" + beginning
     return short_digest(shared.decode(errors="replace"))
-
-
-def _instructions(values: Body) -> list[bytes]:
-    """The system messages at the beginning, as they came."""
-    raw = values.get("messages")
-    if raw is None:
-        return [bytes(values.get("prompt", _NULL))[:_SHARED_PROMPT_BYTES]]
-    try:
-        messages = msgspec.json.decode(raw, type=list[msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
-        return []  # the engine says what is wrong with it
-    found: list[bytes] = []
-    for message in messages:
-        if role_of(message) not in _INSTRUCTING_ROLES:
-            break
-        found.append(bytes(message))
-    return found
-
-
-_SHARED_PROMPT_BYTES: Final = 1024
-"""Of a plain prompt, how much counts as its shared beginning."""

@@ -2,15 +2,14 @@
 
 Sans-IO. ``TailSplicer`` passes whole server-sent events on as they come, byte
 for byte; only an event that may be the last one is held back until the next
-shows whether it was. ``spliced`` does the same for a plain JSON answer.
+shows whether it was. What the last one looks like is the API's
+:class:`~.endings.Ending`.
 """
 
 import re
 from typing import Final
 
-import msgspec
-
-from kvloom.protocol import KV_TRANSFER_PARAMS, carry
+from .endings import OPENAI, Ending
 
 MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 """An event beyond this is passed on unseen, and so is all that follows it."""
@@ -18,24 +17,21 @@ MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
 _END = re.compile(rb"\n\r?\n")
 """The blank line that ends an event."""
 
-_MAY_BE_LAST = re.compile(rb'"finish_reason"\s*:\s*"|"choices"\s*:\s*\[\s*\]|\[DONE\]')
 _SEVERAL_LINES = re.compile(rb"[^\r\n]\r?\ndata:")
 """A data line after another line: an event that must be put together first."""
 
-_DONE: Final = b"[DONE]"
 _LINE = re.compile(rb"\r?\n")
-
-_Object = dict[str, msgspec.Raw]
 
 
 class TailSplicer:
     """One event stream on its way to the client.
 
     ``feed`` until ``is_done``, then ``finish`` once; when the stream ends or
-    breaks without ``[DONE]``, ``finish(None)`` or ``abandon``.
+    breaks without its last event, ``finish(None)`` or ``abandon``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ending: Ending = OPENAI) -> None:
+        self._ending = ending
         self._partial = b""
         """The beginning of an event whose end has not come."""
         self._held: list[bytes] = []
@@ -43,7 +39,7 @@ class TailSplicer:
         self._is_blind = False
         """An event was too long: bytes only, from here on."""
         self.is_done = False
-        """``[DONE]`` has been seen: the handle may go in."""
+        """The last event has been seen: the handle may go in."""
         self.is_finished = False
 
     def feed(self, data: bytes) -> bytes:
@@ -53,7 +49,7 @@ class TailSplicer:
         if self.is_done:
             self._held.append(data)
             return b""
-        if not self._partial and not self._held and _is_plain(data):
+        if not self._partial and not self._held and self._is_plain(data):
             return data
         return self._feed_events(self._partial + data)
 
@@ -66,7 +62,7 @@ class TailSplicer:
         """
         held = self._held_back()
         if held and self.is_done:
-            held[0] = _spliced_event(held[0], handle)
+            held[0] = _spliced_event(held[0], handle, self._ending)
         self.is_done, self.is_finished = False, True
         return b"".join(held)
 
@@ -100,49 +96,29 @@ class TailSplicer:
 
     def _take(self, event: bytes, ready: list[bytes]) -> None:
         payload = _payload(event)
+        told = event if self._ending.is_told_by_lines else payload
         if payload == b"":  # a comment or an empty event changes nothing
             (self._held if self._held else ready).append(event)
-        elif payload == _DONE:
+        elif self._ending.end.search(told):
             self.is_done = True
+            if self._ending.is_carrier_last:
+                ready += self._held
+                self._held = []
             # With nothing held there is no event to carry the handle.
             self._held.append(event)
         else:
             ready += self._held
             self._held = []
-            kept = self._held if _MAY_BE_LAST.search(payload) else ready
+            kept = self._held if self._ending.watch.search(told) else ready
             kept.append(event)
 
-
-def spliced(answer: bytes, handle: str | None) -> bytes:
-    """A plain JSON answer with ``handle``; all other values byte for byte.
-
-    Bytes that are no JSON object are returned as they are.
-    """
-    try:
-        values = msgspec.json.decode(answer, type=_Object)
-    except (msgspec.DecodeError, RecursionError):
-        return answer
-    if handle is not None:
-        values[KV_TRANSFER_PARAMS] = _raw(carry(handle))
-    elif values.get(KV_TRANSFER_PARAMS, _NULL) != _NULL:
-        values[KV_TRANSFER_PARAMS] = _NULL
-    else:
-        return answer
-    return msgspec.json.encode(values)
-
-
-_NULL: Final = msgspec.Raw(b"null")
-
-
-def _raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
-
-
-def _is_plain(data: bytes) -> bool:
-    """Whether these are whole events, none of which can be the last."""
-    if not data.endswith((b"\n\n", b"\n\r\n")):
-        return False
-    return not _MAY_BE_LAST.search(data) and not _SEVERAL_LINES.search(data)
+    def _is_plain(self, data: bytes) -> bool:
+        """Whether these are whole events, none of which can be the last."""
+        if not data.endswith((b"\n\n", b"\n\r\n")):
+            return False
+        if self._ending.watch.search(data):
+            return False
+        return self._ending.is_told_by_lines or not _SEVERAL_LINES.search(data)
 
 
 def _payload(event: bytes) -> bytes:
@@ -151,9 +127,9 @@ def _payload(event: bytes) -> bytes:
     return b"\n".join(line[5:].removeprefix(b" ") for line in lines).strip()
 
 
-def _spliced_event(event: bytes, handle: str | None) -> bytes:
+def _spliced_event(event: bytes, handle: str | None, ending: Ending) -> bytes:
     payload = _payload(event)
-    answer = spliced(payload, handle)
+    answer = ending.event(payload, handle)
     if answer == payload:
         return event
     newline = b"\r\n" if event.endswith(b"\r\n") else b"\n"

@@ -20,6 +20,8 @@ _SHAPING: Final = (
     "chat_template",
     "chat_template_kwargs",
     "documents",
+    "system",
+    "instructions",
     "cache_salt",
 )
 """Fields that change the prompt's beginning, or whose KV it may use."""

@@ -15,10 +15,10 @@ import msgspec
 
 from kvloom.protocol import KV_TRANSFER_PARAMS, decode_params
 
+from .api import Api
 from .engines import Engine, Engines
 from .identity import new_turn_id
 from .job import Job
-from .request import Api
 from .upstream import Upstream, UpstreamError, UpstreamRequest, read_all
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,10 @@ from .engines import Engines
 from .errors import no_engine, unknown_model
 from .exchange import ClientGoneError, Exchange
 from .experience import Experience, Outlook
-from .identity import conversation_tag, new_turn_id
+from .identity import new_turn_id
 from .job import Job
 from .metrics import Metrics
+from .naming import Names
 from .plan import Lease, NoEngineError, Turn, plan
 from .prefill import PrefillLeg
 from .request import TurnRequest
@@ -38,6 +39,7 @@ class Conductor:
         *,
         engines: Engines,
         directory: Directory,
+        names: Names,
         prefill: PrefillLeg,
         decode: DecodeLeg,
         strays: Strays,
@@ -54,6 +56,7 @@ class Conductor:
         where the engines run another connector than ours."""
         self._engines = engines
         self._directory = directory
+        self._names = names
         self._prefill = prefill
         self._decode = decode
         self._strays = strays
@@ -105,10 +108,10 @@ class Conductor:
         )
         if self._engines.decode and not fleet.decode:
             raise unknown_model(request.model)
-        tag = self._tag(request)
-        outlook = self._outlook(request, tag, arrived)
-        turn = self._turn(request, tag, outlook, now)
-        known = self._directory.find(tag) if tag is not None else None
+        named = self._names.name(request)
+        outlook = self._outlook(request, named.tag, arrived)
+        turn = self._turn(request, named.tag, outlook, now)
+        known = self._names.known(named)
         try:
             decided = plan(turn, known, fleet, now, self._experience.prices)
         except NoEngineError:
@@ -125,13 +128,6 @@ class Conductor:
             turn_id=new_turn_id(turn.tag),
             asks_lease=is_returning and request.is_leasable,
             reading=outlook.reading,
-        )
-
-    def _tag(self, request: TurnRequest) -> bytes | None:
-        if request.conversation is None:
-            return None
-        return conversation_tag(
-            tenant="", model=request.model, conversation=request.conversation
         )
 
     def _outlook(
@@ -184,7 +180,9 @@ class Conductor:
             self._metrics.handle("miss_gone")
             return None
         self._metrics.handle("opened")
-        return Lease(
+        # A handle may be older than what is known of its lease.
+        held = self._directory.lease(engine.name, opened.lease_id)
+        return held or Lease(
             lease_id=opened.lease_id,
             engine=engine.name,
             num_tokens=opened.num_tokens,

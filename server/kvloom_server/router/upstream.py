@@ -4,20 +4,23 @@
 (tests, custom networks). Both keep the same contract, which one set of tests
 holds them to:
 
+- what is sent has the given headers, and beside those only what HTTP itself
+  asks for;
 - ``send`` returns as soon as the answer's headers are there;
 - an answer's bytes come as they arrive, undecoded and unbuffered;
 - ``abort`` closes the connection, which is what makes vLLM stop a request;
 - whatever goes wrong is an :class:`UpstreamError`.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 import aiohttp
 import httpx
+from yarl import URL
 
 
 class UpstreamError(Exception):
@@ -39,7 +42,9 @@ class UpstreamRequest:
     method: str
     url: str
     headers: tuple[tuple[str, str], ...] = ()
-    body: bytes = field(default=b"", repr=False)
+    body: bytes | AsyncIterable[bytes] = field(default=b"", repr=False)
+    """A body in parts is sent as they come: chunked, unless the headers say how
+    long it is."""
 
 
 class UpstreamResponse(Protocol):
@@ -88,6 +93,13 @@ async def read_all(response: UpstreamResponse) -> bytes:
         raise
 
 
+_NOT_OURS: Final = ("accept", "accept-encoding", "user-agent", "content-type")
+"""Headers that the libraries would add by themselves."""
+
+MAX_HEADER_BYTES: Final = 256 * 1024
+"""Longest line of an answer's head."""
+
+
 class AiohttpUpstream:
     """The default adapter; an async context manager."""
 
@@ -107,6 +119,8 @@ class AiohttpUpstream:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=256 * 1024,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
         )
         return self
 
@@ -124,10 +138,12 @@ class AiohttpUpstream:
         with _aiohttp_errors():
             response = await self._session.request(
                 request.method,
-                request.url,
+                # Escapes stay as they are.
+                URL(request.url, encoded=True),
                 headers=request.headers,
                 data=request.body or None,
                 allow_redirects=False,
+                skip_auto_headers=_NOT_OURS,
             )
         return _AiohttpResponse(response)
 
@@ -180,6 +196,8 @@ class HttpxUpstream:
             follow_redirects=False,
             trust_env=False,
         )
+        for name in _NOT_OURS:
+            self._client.headers.pop(name, None)
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()

@@ -17,6 +17,7 @@ from typing import Final
 
 from kvloom.protocol import LeaseRef, ReturnMode
 
+from .api import Api
 from .directory import Directory, Let
 from .engines import Engine, EngineLostError, Engines
 from .experience import Experience
@@ -26,7 +27,6 @@ from .learn import Row
 from .metrics import Metrics
 from .plan import Lease, next_prefill
 from .replay import Answered, KeptAnswer, warm_up_body
-from .request import Api
 from .upstream import Upstream, UpstreamError, UpstreamRequest, read_all
 
 log = logging.getLogger(__name__)
