@@ -6,12 +6,14 @@ gets an error event. The last event carries the handle of the turn's lease.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
-from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport
+from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport, PromptRef
 
+from .ahead import Ahead
 from .directory import Directory, continues
 from .endings import ENDINGS
 from .engines import Engine, Engines
@@ -65,6 +67,7 @@ class DecodeLeg:
         experience: Experience,
         sealer: Sealer,
         metrics: Metrics,
+        pushes: bool,
         handle_wait_s: float,
         api_key: str | None,
         clock: Callable[[], float],
@@ -79,10 +82,29 @@ class DecodeLeg:
         self._experience = experience
         self._sealer = sealer
         self._metrics = metrics
+        self._pushes = pushes
         self._handle_wait_s = handle_wait_s
         self._api_key = api_key
         self._clock = clock
         self._wall_clock = wall_clock
+
+    def go_ahead(self, job: Job) -> None:
+        """Send the decode leg beside the prefill leg, where the engines can tell
+        each other when to go on."""
+        prefill, decode = job.plan.prefill, self._engines[job.plan.decode]
+        if not self._pushes or prefill is None or not decode.is_up:
+            return
+        address = self._engines[prefill].spec.lease_address
+        if address is None or decode.spec.lease_address is None:
+            return
+        awaited = PromptRef(name=job.turn_id, address=address)
+        request = self._request(decode, job, None, awaited)
+        job.ahead = Ahead.of(
+            self._upstream.send(request),
+            prefill=prefill,
+            decode=decode.name,
+            name=job.turn_id,
+        )
 
     async def run(self, job: Job, client: Exchange) -> str:
         """Have a decode engine answer the client; how that ended.
@@ -93,6 +115,9 @@ class DecodeLeg:
         """
         params = job.transfer_params
         name = self._first(job)
+        if job.ahead is not None and job.ahead.decode != name:
+            # It may have read what prefill left; blocks are read once.
+            params = None
         refused: EngineAnswerError | None = None
         while name is not None and len(job.tried) < MAX_ATTEMPTS:
             engine = self._engines[name]
@@ -135,15 +160,6 @@ class DecodeLeg:
         params: dict[str, Any] | None,
         client: Exchange,
     ) -> str:
-        turn_id = job.turn_id if job.asks_lease else None
-        body = decode_body(
-            job.request.body,
-            params,
-            turn_id=turn_id,
-            api=job.request.api,
-            expected_return_s=self._experience.expected_return_s(job),
-        )
-        request = job.leg(engine, body, api_key=self._api_key)
         lease = job.plan.lease
         if (
             job.asks_lease
@@ -156,15 +172,40 @@ class DecodeLeg:
         with self._feeds.announcements.expected(job.turn_id) as granted:
             kept = self._warmer.keeper(job)
             relay = _Relay(self, engine, job, client, granted, began, kept)
-            outcome = await relay.run(request)
+            outcome = await relay.run(partial(self._send, engine, job, params))
             if outcome == "ok":
                 self._experience.ended(job, self._clock())
                 lease = granted.result() if granted.done() else None
                 self._warmer.ended(job, lease, kept)
             return outcome
 
-    async def send(self, request: UpstreamRequest) -> UpstreamResponse:
-        return await self._upstream.send(request)
+    async def _send(
+        self, engine: Engine, job: Job, params: dict[str, Any] | None
+    ) -> UpstreamResponse:
+        """The leg's answer: of the one that went ahead, or of a new one."""
+        ahead = job.ahead
+        if ahead is not None and ahead.decode == engine.name:
+            job.ahead = None
+            return await ahead.sending
+        await job.drop_ahead()
+        return await self._upstream.send(self._request(engine, job, params))
+
+    def _request(
+        self,
+        engine: Engine,
+        job: Job,
+        params: dict[str, Any] | None,
+        awaited: PromptRef | None = None,
+    ) -> UpstreamRequest:
+        body = decode_body(
+            job.request.body,
+            params,
+            turn_id=job.turn_id if job.asks_lease else None,
+            api=job.request.api,
+            expected_return_s=self._experience.expected_return_s(job),
+            awaited=awaited,
+        )
+        return job.leg(engine, body, api_key=self._api_key)
 
     def answered(self, engine: Engine, job: Job, began: float) -> PlanReport:
         """The first byte is there: remember who answers."""
@@ -274,10 +315,10 @@ class _Relay:
         self._last = b""
         """What came last, for the error that may have to follow it."""
 
-    async def run(self, request: UpstreamRequest) -> str:
+    async def run(self, send: Callable[[], Awaitable[UpstreamResponse]]) -> str:
         try:
             async with self._engine.leg():
-                response = await self._leg.send(request)
+                response = await send()
                 try:
                     if response.status == 200 and _is_stream(response):
                         return await self._stream(response)

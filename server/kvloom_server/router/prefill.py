@@ -77,6 +77,8 @@ class PrefillLeg:
                 job.prefill = engine
                 self._learn(job, self._clock() - began, num_others)
                 return
+            # Decode waits for that engine and no other.
+            await job.drop_ahead()
             tried.append(name)
             # As the engines are now, not as they were when this leg began.
             fleet = self._engines.fleet(job.request.model)
@@ -130,7 +132,14 @@ class PrefillLeg:
         least = None
         if ref is not None and lease is not None:
             least = self._experience.min_tokens(engine.name, lease)
-        return prefill_body(job.request.body, ref, job.request.api, min_tokens=least)
+        ahead = job.ahead
+        return prefill_body(
+            job.request.body,
+            ref,
+            job.request.api,
+            min_tokens=least,
+            announce_as=ahead.name if ahead is not None else None,
+        )
 
     def _learn(self, job: Job, seconds: float, num_others: int) -> None:
         assert job.prefill is not None

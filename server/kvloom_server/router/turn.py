@@ -81,6 +81,7 @@ class Conductor:
         outcome = "failed"
         try:
             with client.watched():
+                self._decode.go_ahead(job)
                 await client.unless_gone(
                     self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
                 )
@@ -92,6 +93,7 @@ class Conductor:
             outcome = "cut_off"
             raise
         finally:
+            await job.drop_ahead()
             self._strays.release(job)
             _log(job, outcome)
         return outcome
