@@ -61,6 +61,7 @@ from .lease import (
 )
 from .plan import (
     CONVERSATION_HEADER,
+    FINAL_TURN_HEADER,
     PLAN_HEADER,
     RETURN_MODE_HEADER,
     PlanKind,
@@ -74,6 +75,7 @@ __all__ = [
     "CONVERSATION_ID_PATTERN",
     "DIGEST_BYTES",
     "ENGINE_KEY",
+    "FINAL_TURN_HEADER",
     "HANDLE_KEY",
     "KV_TRANSFER_PARAMS",
     "MAX_HANDLE_CHARS",

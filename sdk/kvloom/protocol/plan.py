@@ -14,6 +14,10 @@ CONVERSATION_HEADER: Final = "X-Session-ID"
 RETURN_MODE_HEADER: Final = "X-KVLoom-Return"
 """A :class:`ReturnMode` for this request, over the router's own setting."""
 
+FINAL_TURN_HEADER: Final = "X-KVLoom-Final-Turn"
+"""``1`` says that the conversation ends with this turn: once it is answered its
+leases are released. Dynamo's ``X-Dynamo-Session-Final`` says the same."""
+
 PLAN_HEADER: Final = "X-KVLoom-Plan"
 """The :class:`PlanReport` of an answered turn."""
 

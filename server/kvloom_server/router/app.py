@@ -5,15 +5,37 @@ all that the router does with it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from typing import Final
 
 import msgspec
 
+from .access import Access
+from .admin import AdminApi, let_in
 from .engines import Engines
-from .errors import BadRequestError, RouterError, no_engine, stopping
-from .exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
+from .errors import (
+    BadRequestError,
+    RouterError,
+    no_engine,
+    not_starting,
+    out_of_time,
+    stopping,
+)
+from .exchange import (
+    JSON,
+    ClientGoneError,
+    Exchange,
+    OutOfTimeError,
+    Receive,
+    Scope,
+    Send,
+)
 from .feed import Feeds
 from .fields import FieldRules
 from .job import EngineAnswerError
@@ -37,18 +59,27 @@ class RouterApp:
         engines: Engines,
         feeds: Feeds,
         conductor: Conductor,
+        admin: AdminApi,
+        access: Access,
         metrics: Metrics,
         running: Callable[[], AbstractAsyncContextManager[None]],
         body_limit_bytes: int,
+        client_idle_timeout_s: float,
     ) -> None:
         """``running`` is entered at start-up and left at shutdown."""
         self._engines = engines
         self._feeds = feeds
         self._conductor = conductor
+        self._admin = admin
+        self._access = access
         self._metrics = metrics
         self._rules = FieldRules()
         self._running = running
         self._body_limit_bytes = body_limit_bytes
+        self._client_idle_timeout_s = client_idle_timeout_s
+        self._num_turns = 0
+        self._is_stopping = False
+        self._all_ended = asyncio.Event()
         self._routes: dict[str, tuple[frozenset[str], Handler]] = {
             Api.CHAT: (_POST, self._turn(Api.CHAT)),
             Api.COMPLETIONS: (_POST, self._turn(Api.COMPLETIONS)),
@@ -69,6 +100,16 @@ class RouterApp:
         async with self._running():
             yield
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more turns, and wait for the end of those that are open, at most
+        so long. Whoever asks now is told to come back, by name in ``/health``."""
+        self._is_stopping = True
+        if not self._num_turns:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._all_ended.wait()
+
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         # The server turns what is raised here into "did not start".
@@ -82,6 +123,7 @@ class RouterApp:
         route = path if path in self._routes else "other"
         outcome = "error"
         try:
+            let_in(client, self._access.admit(path, client.headers))
             outcome = await self._handler(scope["method"], path)(client)
         except RouterError as error:
             outcome = error.code
@@ -91,6 +133,9 @@ class RouterApp:
             await client.reply(error.status, error.headers, error.body)
         except ClientGoneError:
             outcome = "client_gone"
+        except OutOfTimeError:
+            outcome = "out_of_time"
+            await client.cut_off(out_of_time())
         except asyncio.CancelledError:
             outcome = "cut_off"
             await _cut_off(client)
@@ -99,6 +144,9 @@ class RouterApp:
 
     def _handler(self, method: str, path: str) -> Handler:
         if path not in self._routes:
+            admin = self._admin.handler(method, path)
+            if admin is not None:
+                return admin
             raise BadRequestError(
                 f"There is no {path} here: this router serves "
                 f"{', '.join(self._routes)}",
@@ -116,11 +164,27 @@ class RouterApp:
 
     def _turn(self, api: Api) -> Handler:
         async def answer(client: Exchange) -> str:
-            body = await client.read(self._body_limit_bytes)
-            request = parse_turn(api, client.headers, body, self._rules)
-            return await self._conductor.carry_out(request, client)
+            with self._counted():
+                body = await client.read(
+                    self._body_limit_bytes, idle_s=self._client_idle_timeout_s
+                )
+                request = parse_turn(api, client.headers, body, self._rules)
+                return await self._conductor.carry_out(request, client)
 
         return answer
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """An open turn, that a stop waits for."""
+        if self._is_stopping:
+            raise not_starting()
+        self._num_turns += 1
+        try:
+            yield
+        finally:
+            self._num_turns -= 1
+            if self._is_stopping and not self._num_turns:
+                self._all_ended.set()
 
     async def _models(self, client: Exchange) -> str:
         models = self._engines.models()
@@ -131,9 +195,12 @@ class RouterApp:
         return "ok"
 
     async def _health(self, client: Exchange) -> str:
-        is_up = any(engine.is_up for engine in self._engines.decode)
+        is_up = bool(self._engines.in_service())
+        status = "ok" if is_up else "no_decode_engine"
+        if self._is_stopping:
+            is_up, status = False, "stopping"
         report = {
-            "status": "ok" if is_up else "no_decode_engine",
+            "status": status,
             **self._engines.report(),
             "lease_feeds": self._feeds.report(),
         }

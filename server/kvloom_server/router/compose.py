@@ -1,30 +1,48 @@
 """The composition root: everything is made and wired here, and nowhere else."""
 
+import asyncio
 import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 
 from kvloom.protocol import ReturnMode
+from kvloom_server.keys import read_api_keys
 from kvloom_server.settings import RouterSettings
 
+from .access import Access, KeyRing, is_loopback
+from .admin import AdminApi
 from .app import RouterApp
+from .background import started, stopped
 from .decode import DecodeLeg
 from .directory import Directory, Let
-from .engines import Engine, Engines
+from .endings import Endings
+from .engine import Engine, Role
+from .engines import Engines
 from .feed import PROBE_S, Feeds, Followed
+from .membership import FLAGS, Entry
 from .metrics import Metrics
 from .prefill import PrefillLeg
+from .roster import Roster
 from .seal import Sealer
+from .sources import DnsSource, FileSource, Sources
 from .strays import Strays
-from .turn import Conductor
+from .tenancy import Tenancy
+from .tls import check_tls
+from .turn import Conductor, Limits
 from .upstream import AiohttpUpstream, Upstream
 
 log = logging.getLogger(__name__)
+
+SWEEP_S: Final = 30.0
+"""How often the map is swept."""
 
 
 def build_app(
@@ -46,9 +64,10 @@ def build_app(
         wall_clock: Unix time, for the leases' deadlines.
 
     Raises:
-        ValueError: the handle key is of no use.
-        OSError: its file can't be read.
+        KeyFileError: a key, or a file of keys or certificates, is of no use.
+        EnginesFileError: the engines file is of no use.
     """
+    check_tls(settings)
     own = _aiohttp(settings)
     reach = own if upstream is None else upstream
     parts = _parts(
@@ -65,20 +84,32 @@ def build_app(
         async with AsyncExitStack() as stack:
             if reach is own:
                 await stack.enter_async_context(own)
+            await stack.enter_async_context(parts.sources.watched())
             await stack.enter_async_context(parts.engines.watched())
             up = {engine.name for engine in parts.engines if engine.is_up}
             await stack.enter_async_context(parts.feeds.running(up))
             stack.push_async_callback(parts.strays.close)
             stack.push_async_callback(prefill.close)
+            sweeping = started(_sweep(parts), name="kvloom-sweep")
+            stack.push_async_callback(stopped, sweeping)
             yield
 
     return RouterApp(
         engines=parts.engines,
         feeds=parts.feeds,
         conductor=_conductor(parts, prefill),
+        admin=AdminApi(
+            engines=parts.engines,
+            feeds=parts.feeds,
+            directory=parts.directory,
+            endings=parts.endings,
+            roster=parts.roster,
+        ),
+        access=_access(settings),
         metrics=parts.metrics,
         running=running,
         body_limit_bytes=settings.body_limit_bytes,
+        client_idle_timeout_s=settings.client_idle_timeout_s,
     )
 
 
@@ -92,8 +123,11 @@ class _Parts:
     engines: Engines
     directory: Directory
     feeds: Feeds
+    roster: Roster
+    sources: Sources
+    endings: Endings
     strays: Strays
-    sealer: Sealer
+    secrets: Sequence[bytes]
     metrics: Metrics
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
@@ -112,17 +146,26 @@ def _parts(
     directory = Directory(
         max_conversations=settings.max_conversations,
         idle_s=settings.conversation_idle_s,
+        max_bytes=settings.max_map_bytes,
     )
     metrics.watch_conversations(lambda: len(directory))
     engines = Engines(
-        prefill=settings.prefill,
-        decode=settings.decode,
         upstream=upstream,
         health_interval_s=settings.health_interval_s,
         health_timeout_s=settings.health_timeout_s,
         hang_after_s=settings.hang_after_s,
+        max_turns=settings.max_turns_per_engine,
+        failures_to_rest=settings.failures_to_rest,
+        min_share=settings.min_engine_share,
         api_key=api_key,
         clock=clock,
+    )
+    feeds = _feeds(settings, engines, directory, metrics, wall_clock)
+    roster = Roster(
+        engines=engines,
+        feeds=feeds,
+        directory=directory,
+        followed=partial(_followed, settings),
     )
     strays = Strays(
         engines=engines, upstream=upstream, api_key=api_key, count=metrics.stray
@@ -133,9 +176,12 @@ def _parts(
         api_key=api_key,
         engines=engines,
         directory=directory,
-        feeds=_feeds(settings, engines, directory, metrics, wall_clock),
+        feeds=feeds,
+        roster=roster,
+        sources=_sources(settings, roster),
+        endings=Endings(directory=directory, feeds=feeds),
         strays=strays,
-        sealer=_sealer(settings),
+        secrets=_secrets(settings),
         metrics=metrics,
         clock=clock,
         wall_clock=wall_clock,
@@ -161,7 +207,7 @@ def _decode(parts: _Parts) -> DecodeLeg:
         directory=parts.directory,
         feeds=parts.feeds,
         strays=parts.strays,
-        sealer=parts.sealer,
+        sealer=Sealer(parts.secrets, cluster=parts.settings.cluster_name),
         metrics=parts.metrics,
         handle_wait_s=parts.settings.handle_wait_s,
         api_key=parts.api_key,
@@ -177,7 +223,15 @@ def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
         prefill=prefill,
         decode=_decode(parts),
         strays=parts.strays,
-        sealer=parts.sealer,
+        sealer=Sealer(parts.secrets, cluster=parts.settings.cluster_name),
+        tenancy=Tenancy(parts.secrets),
+        endings=parts.endings,
+        limits=Limits(
+            max_waiting=parts.settings.max_waiting,
+            max_wait_s=parts.settings.max_wait_s,
+            request_timeout_s=parts.settings.request_timeout_s,
+            client_idle_timeout_s=parts.settings.client_idle_timeout_s,
+        ),
         metrics=parts.metrics,
         mode=ReturnMode.LAZY if parts.settings.returns else ReturnMode.OFF,
         can_return=parts.settings.connector == "kvloom",
@@ -190,6 +244,7 @@ def _aiohttp(settings: RouterSettings) -> AiohttpUpstream:
     return AiohttpUpstream(
         connect_timeout_s=settings.connect_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
+        ca_file=settings.upstream_ca_file,
     )
 
 
@@ -204,7 +259,6 @@ def _feeds(
         metrics.handle("released")
 
     feeds = Feeds(
-        _followed(settings, engines),
         directory=directory,
         clock=wall_clock,
         on_release=released,
@@ -218,30 +272,62 @@ def _feeds(
     return feeds
 
 
-def _followed(settings: RouterSettings, engines: Engines) -> list[Followed]:
-    """The engines with a lease service, of both kinds."""
-    if settings.connector != "kvloom":
-        return []
-    return [
-        Followed(
-            name=engine.name,
-            address=engine.spec.lease_address,
-            pulse=engine.pulse,
-            is_busy=partial(_is_busy, engine),
-            probe_s=min(PROBE_S, settings.hang_after_s / 5),
-        )
-        for engine in engines
-        if engine.spec.lease_address is not None
-    ]
+def _followed(settings: RouterSettings, engine: Engine) -> Followed | None:
+    """How an engine's lease service is followed, if it has one."""
+    address = engine.spec.lease_address
+    if settings.connector != "kvloom" or address is None:
+        return None
+    return Followed(
+        name=engine.name,
+        address=address,
+        pulse=engine.pulse,
+        is_busy=partial(_is_busy, engine),
+        probe_s=min(PROBE_S, settings.hang_after_s / 5),
+    )
 
 
 def _is_busy(engine: Engine) -> bool:
     return engine.num_in_flight > 0
 
 
-def _sealer(settings: RouterSettings) -> Sealer:
-    secret = settings.secret()
-    if secret is not None:
-        return Sealer([secret])
+def _sources(settings: RouterSettings, roster: Roster) -> Sources:
+    """Where engines are named; those of the flags and the file are members."""
+    named = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
+    flags = [Entry(role=role, spec=spec) for role, specs in named for spec in specs]
+    roster.say(FLAGS, flags)
+    file = None
+    if settings.engines_file is not None:
+        file = FileSource(
+            settings.engines_file, roster=roster, interval_s=settings.file_interval_s
+        )
+        file.read_first()
+    dns = DnsSource(roster=roster, interval_s=settings.dns_interval_s)
+    return Sources(file=file, dns=dns)
+
+
+def _access(settings: RouterSettings) -> Access:
+    return Access(
+        clients=_key_ring(settings.client_keys_file),
+        admins=_key_ring(settings.admin_keys_file),
+        is_local=is_loopback(settings.host),
+        has_open_metrics=settings.open_metrics,
+    )
+
+
+def _key_ring(file: Path | None) -> KeyRing | None:
+    return None if file is None else KeyRing(read_api_keys(file))
+
+
+async def _sweep(parts: _Parts) -> None:
+    """Conversations leave the map also while nobody speaks."""
+    while True:
+        await asyncio.sleep(min(SWEEP_S, parts.settings.conversation_idle_s))
+        parts.feeds.let_go(parts.directory.sweep(parts.wall_clock()))
+
+
+def _secrets(settings: RouterSettings) -> list[bytes]:
+    given = settings.secrets()
+    if given:
+        return given
     log.info("event=random_handle_key: handles will not outlive this process")
-    return Sealer.with_random_key()
+    return [secrets.token_bytes(32)]

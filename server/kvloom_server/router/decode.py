@@ -12,7 +12,8 @@ from typing import Any, Final
 from kvloom.protocol import PLAN_HEADER, PlanReport
 
 from .directory import Directory, continues
-from .engines import Engine, Engines
+from .engine import Engine, EngineLostError
+from .engines import Engines
 from .errors import RouterError, engine_failed, engine_failed_midway
 from .exchange import Exchange
 from .feed import Feeds
@@ -83,15 +84,19 @@ class DecodeLeg:
         refused: EngineAnswerError | None = None
         while name is not None and len(job.tried) < MAX_ATTEMPTS:
             engine = self._engines[name]
+            job.seats.take(engine)
             try:
                 return await self._at(engine, job, params, client)
             except EngineAnswerError as error:
+                engine.answered(error.status)
                 if not is_engines_fault(error.status):
                     raise
                 refused, params = error, None
                 self._strays.release(job)
             except UpstreamError as error:
                 self._failed(engine, job, error)
+                if not isinstance(error, EngineLostError):
+                    engine.broke()
                 # Prefill frees its blocks once they were read, so that whoever
                 # may have read them can't be followed by another.
                 if isinstance(error, BrokenError):
@@ -104,7 +109,7 @@ class DecodeLeg:
     def _first(self, job: Job) -> str | None:
         """The planned engine, unless it was lost while prefill worked."""
         planned = self._engines[job.plan.decode]
-        if planned.is_up:
+        if not planned.is_lost:
             return planned.name
         # One that is only down is tried when there is no other: it is quick to
         # refuse, and may be back.
@@ -138,6 +143,7 @@ class DecodeLeg:
 
     def answered(self, engine: Engine, job: Job, began: float) -> PlanReport:
         """The first byte is there: remember who answers."""
+        engine.answered(200)
         now = self._clock()
         job.engines_s += now - began
         job.ttft_s = now - job.arrived
@@ -169,6 +175,8 @@ class DecodeLeg:
         if lease is None:
             self._metrics.handle("declined" if granted.done() else "late")
             return None
+        if job.is_final:
+            return None
         self._metrics.handle("sealed")
         deadline = lease.deadline_unix
         if self._feeds.keep(engine.name, lease.lease_id):
@@ -180,7 +188,9 @@ class DecodeLeg:
                 num_tokens=lease.num_tokens,
                 deadline_unix=deadline,
             ),
-            Binding(conversation=job.turn.tag, model=job.request.model),
+            Binding(
+                conversation=job.turn.tag, model=job.request.model, tenant=job.tenant
+            ),
         )
 
     def broke(self, engine: Engine, job: Job, error: UpstreamError) -> None:

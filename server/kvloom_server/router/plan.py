@@ -19,7 +19,11 @@ loads)."""
 
 
 class NoEngineError(Exception):
-    """No decode engine is up, so that nothing can be answered."""
+    """No decode engine takes turns, so that nothing can be answered."""
+
+
+class FullError(Exception):
+    """All engines that could do the turn are full; one will have room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +58,23 @@ class EngineView:
 
     name: str
     is_up: bool
+    """Whether it works, so that what it holds can be read."""
+    is_draining: bool = False
+    """It gets no new turns; leases on it are still good."""
+    is_full: bool = False
+    """It gets no new turns now."""
     num_in_flight: int = 0
     num_conversations: int = 0
     """Bound to it: paced agents have nothing in flight, yet they return."""
+
+    @property
+    def is_member(self) -> bool:
+        """Whether turns may go to it, as soon as it has room."""
+        return self.is_up and not self.is_draining
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.is_member and not self.is_full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +126,12 @@ def plan(
         now: Unix time, as in the leases' deadlines.
 
     Raises:
-        NoEngineError: no decode engine is up.
+        NoEngineError: no decode engine takes turns.
+        FullError: none has room, or no prefill engine where one is needed.
     """
-    if not any(engine.is_up for engine in fleet.decode):
-        raise NoEngineError
+    _check_room(turn, fleet)
     lease, reason = _lease_to_use(turn, conversation, fleet, now)
-    decode = lease.engine if lease else _decode_for(turn, conversation, fleet)
+    decode = _decode_for(turn, conversation, fleet, lease)
     if turn.decode_alone:
         return Plan(kind=PlanKind.COLD, reason=Reason.DECODE_ALONE, decode=decode)
     prefill = _prefill_for(turn, conversation, fleet)
@@ -131,6 +149,17 @@ def next_prefill(turn: Turn, fleet: Fleet, *, tried: Iterable[str]) -> str | Non
 def next_decode(turn: Turn, fleet: Fleet, *, tried: Iterable[str]) -> str | None:
     """Another decode engine after those in ``tried`` failed."""
     return _least_loaded(_spread_key(turn), _up(fleet.decode, without=tried))
+
+
+def _check_room(turn: Turn, fleet: Fleet) -> None:
+    if not any(engine.is_member for engine in fleet.decode):
+        raise NoEngineError
+    legs = [fleet.decode]
+    if not turn.decode_alone and any(engine.is_member for engine in fleet.prefill):
+        # Decode could do without: that would only move the crowd.
+        legs.append(fleet.prefill)
+    if not all(any(e.takes_turns for e in engines) for engines in legs):
+        raise FullError
 
 
 def _lease_to_use(
@@ -159,11 +188,22 @@ def _leases(turn: Turn, conversation: Conversation | None) -> list[Lease]:
     return [*offered, *(conversation.leases if conversation else ())]
 
 
-def _decode_for(turn: Turn, conversation: Conversation | None, fleet: Fleet) -> str:
+def _decode_for(
+    turn: Turn,
+    conversation: Conversation | None,
+    fleet: Fleet,
+    lease: Lease | None,
+) -> str:
+    """Where the lease is, or the conversation was, if that takes turns.
+
+    A lease on an engine that is draining or full is read all the same: prefill
+    pulls from there, and another engine decodes.
+    """
     engines = _up(fleet.decode)
-    if conversation and any(e.name == conversation.decode for e in engines):
-        assert conversation.decode is not None
-        return conversation.decode
+    wanted = (lease and lease.engine, conversation and conversation.decode)
+    for name in wanted:
+        if name and any(e.name == name for e in engines):
+            return name
     chosen = _least_loaded(_spread_key(turn), engines)
     assert chosen is not None, "the caller has seen one that is up"
     return chosen
@@ -182,7 +222,7 @@ def _up(
     engines: Sequence[EngineView], *, without: Iterable[str] = ()
 ) -> list[EngineView]:
     tried = frozenset(without)
-    return [e for e in engines if e.is_up and e.name not in tried]
+    return [e for e in engines if e.takes_turns and e.name not in tried]
 
 
 def _spread_key(turn: Turn) -> bytes:

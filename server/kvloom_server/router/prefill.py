@@ -12,7 +12,8 @@ from typing import Final
 
 from kvloom.protocol import LeaseRef
 
-from .engines import Engine, Engines
+from .engine import Engine, EngineLostError, Role
+from .engines import Engines
 from .job import (
     MAX_ATTEMPTS,
     EngineAnswerError,
@@ -62,9 +63,16 @@ class PrefillLeg:
         Raises:
             EngineAnswerError: the engine refused the request as such.
         """
+        try:
+            await self._run(job)
+        finally:
+            job.seats.leave(Role.PREFILL)
+
+    async def _run(self, job: Job) -> None:
         name, tried = job.plan.prefill, list[str]()
         while name and len(tried) < MAX_ATTEMPTS and not job.is_abandoned:
             engine = self._engines[name]
+            job.seats.take(engine)
             job.prefilled = await self._at(engine, job)
             if job.prefilled is not None:
                 job.prefill = engine
@@ -99,6 +107,8 @@ class PrefillLeg:
                 answer = await read_all(response)
         except UpstreamError as error:
             self._failed(engine, job, error)
+            if not isinstance(error, EngineLostError):
+                engine.broke()
             return None
         except TimeoutError:
             engine.was_late()
@@ -108,7 +118,7 @@ class PrefillLeg:
             seconds = self._clock() - began
             job.engines_s += seconds
             self._metrics.legs.labels("prefill").observe(seconds)
-        engine.standing.was_in_time()
+        engine.answered(response.status)
         if is_engines_fault(response.status):
             log.warning("engine=%s event=prefill_%d", engine.name, response.status)
             return None
@@ -120,7 +130,8 @@ class PrefillLeg:
         lease = job.plan.lease
         if lease is None:
             return None
-        address = self._engines[lease.engine].spec.lease_address
+        holder = self._engines.find(lease.engine)
+        address = holder.spec.lease_address if holder is not None else None
         if address is None:
             return None
         return LeaseRef(lease_id=lease.lease_id, address=address)

@@ -14,6 +14,7 @@ import msgspec
 
 from kvloom.protocol import (
     CONVERSATION_HEADER,
+    FINAL_TURN_HEADER,
     KV_TRANSFER_PARAMS,
     RETURN_MODE_HEADER,
     RawTransferParamsError,
@@ -29,6 +30,8 @@ from .identity import short_digest
 Body = dict[str, msgspec.Raw]
 
 _NULL: Final = b"null"
+_FINAL_HEADERS: Final = (FINAL_TURN_HEADER.lower(), "x-dynamo-session-final")
+_NO: Final = frozenset({"", "0", "false", "no"})
 _CONVERSATION_FIELDS: Final = ("session_id", "conversation_id", "prompt_cache_key")
 _INSTRUCTING_ROLES: Final = ("system", "developer")
 _TOKEN_IDS = re.compile(rb"\[\s*[0-9]")
@@ -60,6 +63,8 @@ class TurnRequest:
     needs_whole_prompt: bool
     """Decode must compute the prompt itself (logprobs of the prompt)."""
     affinity: bytes
+    is_final: bool = False
+    """Whether the conversation ends with this turn."""
 
 
 def parse_turn(
@@ -92,6 +97,9 @@ def parse_turn(
         is_leasable=_is_one_prompt(values) and _is_one_answer(values),
         needs_whole_prompt=_wants_prompt_logprobs(values),
         affinity=_affinity(model, values),
+        is_final=any(
+            headers.get(name, "").strip().lower() not in _NO for name in _FINAL_HEADERS
+        ),
     )
 
 

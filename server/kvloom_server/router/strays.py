@@ -104,6 +104,6 @@ class Strays:
         return UpstreamRequest(
             method="POST",
             url=engine.spec.url + Api.COMPLETIONS,
-            headers=tuple(headers),
+            headers=(*headers, *engine.headers),
             body=msgspec.json.encode(body | ({"model": model} if model else {})),
         )

@@ -5,26 +5,41 @@ Reads like the plan it carries out; what may go wrong in a leg is the leg's.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from kvloom.protocol import ReturnMode
 
+from .admission import Admission, Seats
 from .decode import DecodeLeg
 from .directory import Directory
+from .endings import Endings
+from .engine import Role
 from .engines import Engines
-from .errors import no_engine, unknown_model
-from .exchange import ClientGoneError, Exchange
+from .errors import no_engine, no_model_named, unknown_model
+from .exchange import ClientGoneError, Exchange, OutOfTimeError
 from .identity import conversation_tag, new_turn_id
 from .job import Job
 from .metrics import Metrics
-from .plan import Lease, NoEngineError, Turn, plan
+from .plan import Lease, NoEngineError, Plan, Turn, plan
 from .prefill import PrefillLeg
 from .request import TurnRequest
 from .seal import Binding, HandleMiss, Sealer
 from .strays import Strays
+from .tenancy import Tenancy
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long turns may take, and how many may wait. Times in seconds."""
+
+    max_waiting: int
+    max_wait_s: float
+    request_timeout_s: float | None
+    client_idle_timeout_s: float
 
 
 class Conductor:
@@ -39,6 +54,9 @@ class Conductor:
         decode: DecodeLeg,
         strays: Strays,
         sealer: Sealer,
+        tenancy: Tenancy,
+        endings: Endings,
+        limits: Limits,
         metrics: Metrics,
         mode: ReturnMode,
         can_return: bool,
@@ -53,6 +71,16 @@ class Conductor:
         self._decode = decode
         self._strays = strays
         self._sealer = sealer
+        self._tenancy = tenancy
+        self._endings = endings
+        self._limits = limits
+        self._line = Admission[Job](
+            max_waiting=limits.max_waiting,
+            max_wait_s=limits.max_wait_s,
+            undo=self._unseat,
+        )
+        engines.on_room.append(self._line.look)
+        metrics.watch_queue(lambda: len(self._line))
         self._metrics = metrics
         self._default_mode = mode
         self._can_return = can_return
@@ -66,37 +94,71 @@ class Conductor:
             RouterError: it can't be answered; nothing was sent.
             EngineAnswerError: an engine refused it; nothing was sent.
             ClientGoneError: the client left; the engines know.
+            OutOfTimeError: it took too long.
         """
-        job = self.planned(request, client.headers)
+        limits = self._limits
+        with client.watched(
+            limit_s=limits.request_timeout_s, idle_s=limits.client_idle_timeout_s
+        ):
+            job = await self._admitted(request, client)
+            with self._endings.under_way(job):
+                return await self._carried_out(job, client)
+
+    async def _admitted(self, request: TurnRequest, client: Exchange) -> Job:
+        """The turn with its plan and its seats, once there is room for it."""
+        arrived = self._clock()
+
+        def start() -> Job:
+            return self.planned(request, client, arrived)
+
+        job = self._line.started_now(request.model, start)
+        if job is None:
+            job = await client.unless_gone(self._line.wait(request.model, start))
+            self._metrics.queue_s.observe(self._clock() - arrived)
+        return job
+
+    def _unseat(self, job: Job) -> None:
+        for role in Role:
+            job.seats.leave(role)
+
+    async def _carried_out(self, job: Job, client: Exchange) -> str:
         outcome = "failed"
         try:
-            with client.watched():
-                await client.unless_gone(
-                    self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
-                )
-                outcome = await client.unless_gone(self._decode.run(job, client))
+            await client.unless_gone(
+                self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
+            )
+            outcome = await client.unless_gone(self._decode.run(job, client))
         except ClientGoneError:
             outcome = "client_gone"
+            raise
+        except OutOfTimeError:
+            outcome = "out_of_time"
             raise
         except asyncio.CancelledError:
             outcome = "cut_off"
             raise
         finally:
             self._strays.release(job)
+            # An abandoned prefill leg gives its own seat back.
+            job.seats.leave(Role.DECODE)
             _log(job, outcome)
         return outcome
 
-    def planned(self, request: TurnRequest, headers: Mapping[str, str]) -> Job:
-        """The turn with its plan.
+    def planned(self, request: TurnRequest, client: Exchange, arrived: float) -> Job:
+        """The turn with its plan and its seats.
 
         Raises:
             RouterError: no engine serves the model, or none is up.
+            FullError: all engines are full.
         """
-        arrived, now = self._clock(), self._wall_clock()
+        now = self._wall_clock()
+        request = self._tenancy.salted(request, client.tenant)
         fleet = self._engines.fleet(request.model, self._directory.num_bound)
         if self._engines.decode and not fleet.decode:
             raise unknown_model(request.model)
-        turn = self._turn(request, now)
+        if not request.model and not self._engines.is_one_pool():
+            raise no_model_named()
+        turn = self._turn(request, client.tenant, now)
         known = self._directory.find(turn.tag) if turn.tag is not None else None
         try:
             decided = plan(turn, known, fleet, now)
@@ -105,24 +167,35 @@ class Conductor:
         is_returning = turn.mode is not ReturnMode.OFF and turn.tag is not None
         return Job(
             request=request,
-            client_headers=headers,
+            client_headers=client.headers,
             turn=turn,
             plan=decided,
             arrived=arrived,
             turn_id=new_turn_id(turn.tag),
-            asks_lease=is_returning and request.is_leasable,
+            asks_lease=is_returning and request.is_leasable and not request.is_final,
+            seats=self._seated(decided),
+            tenant=client.tenant,
+            is_final=request.is_final,
         )
 
-    def _turn(self, request: TurnRequest, now: float) -> Turn:
+    def _seated(self, decided: Plan) -> Seats:
+        seats = Seats(freed=self._engines.room)
+        for name in (decided.prefill, decided.decode):
+            if name is not None:
+                seats.take(self._engines[name])
+        return seats
+
+    def _turn(self, request: TurnRequest, tenant: str, now: float) -> Turn:
         tag = None
         if request.conversation is not None:
             tag = conversation_tag(
-                tenant="", model=request.model, conversation=request.conversation
+                tenant=tenant, model=request.model, conversation=request.conversation
             )
         mode = self._mode(request)
         offered = None
         if mode is not ReturnMode.OFF and tag is not None and request.handle:
-            offered = self._offered(request.handle, request.model, tag, now)
+            binding = Binding(conversation=tag, model=request.model, tenant=tenant)
+            offered = self._offered(request.handle, binding, now)
         return Turn(
             tag=tag,
             affinity=request.affinity,
@@ -137,9 +210,9 @@ class Conductor:
             return ReturnMode.OFF
         return request.mode if request.mode is not None else self._default_mode
 
-    def _offered(self, handle: str, model: str, tag: bytes, now: float) -> Lease | None:
+    def _offered(self, handle: str, binding: Binding, now: float) -> Lease | None:
         """The lease in the client's handle, unless it is known to be gone."""
-        opened = self._sealer.open(handle, Binding(conversation=tag, model=model), now)
+        opened = self._sealer.open(handle, binding, now)
         if isinstance(opened, HandleMiss):
             self._metrics.handle(f"miss_{opened}")
             return None

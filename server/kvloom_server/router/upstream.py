@@ -10,9 +10,11 @@ holds them to:
 - whatever goes wrong is an :class:`UpstreamError`.
 """
 
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -91,7 +93,15 @@ async def read_all(response: UpstreamResponse) -> bytes:
 class AiohttpUpstream:
     """The default adapter; an async context manager."""
 
-    def __init__(self, *, connect_timeout_s: float, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        idle_timeout_s: float,
+        ca_file: Path | None = None,
+    ) -> None:
+        """``ca_file``: certificates (PEM) that vouch for ``https://`` engines."""
+        self._ca_file = ca_file
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s
         )
@@ -100,7 +110,10 @@ class AiohttpUpstream:
     async def __aenter__(self) -> Self:
         # Engines close idle connections after 5 s (uvicorn); we do it first,
         # so that no request runs into a closing one.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+        trusted: ssl.SSLContext | bool = True
+        if self._ca_file is not None:
+            trusted = ssl.create_default_context(cafile=self._ca_file)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ssl=trusted)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=self._timeout,
