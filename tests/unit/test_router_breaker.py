@@ -139,4 +139,6 @@ def test_a_share_of_the_engines_always_stays_in(
     assert kept <= resting.keys()
     assert num_up + len(kept) >= wanted
     assert not kept or num_up + len(kept) == wanted
-    assert all(resting[k] <= resting[out] for k in kept for out in resting.keys() - kept)
+    assert all(
+        resting[k] <= resting[out] for k in kept for out in resting.keys() - kept
+    )

@@ -89,9 +89,7 @@ def test_the_handle_key_comes_from_one_place_and_is_long_enough(tmp_path: Path) 
     """A key that protects nothing is refused, and how to make one is said."""
     file = tmp_path / "key"
     file.write_text("a key of sixteen bytes or more\n")
-    assert RouterSettings(handle_key_file=file).secrets() == [
-        file.read_bytes().strip()
-    ]
+    assert RouterSettings(handle_key_file=file).secrets() == [file.read_bytes().strip()]
     assert RouterSettings().secrets() == []
     with pytest.raises(KeyFileError, match="openssl"):
         build_app(RouterSettings(handle_key=SecretStr("short")))

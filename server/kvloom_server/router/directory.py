@@ -163,6 +163,7 @@ class Directory:
             return []
         if event.lease_id in self._unwanted:
             del self._unwanted[event.lease_id]
+            self._drop(engine, event.lease_id, Reason.LEASE_GONE)
             return [Let(engine=engine, lease_id=event.lease_id)]
         return self._hold(
             Lease(
