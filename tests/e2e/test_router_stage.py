@@ -172,6 +172,13 @@ class Stage:
             if engines.items() <= seen.items():
                 return
 
+    async def until_fed(self, engine: str) -> None:
+        """Return once the engine's leases are announced to the router."""
+        while True:
+            report = (await self.http.get(self.router.url + "/health")).json()
+            if report["lease_feeds"].get(engine) == "live":
+                return
+
     async def turn(self, messages: list[Any], **options: Any) -> Told:
         """One chat turn of the conversation, not streamed."""
         headers = CONVERSATION | options.pop("extra_headers", {})

@@ -59,7 +59,7 @@ class RouterServer:
             OSError: the address is taken or not ours.
             RouterStartError: the router itself did not come up.
         """
-        self._socket = _bound(self._settings.host, self._settings.port)
+        self._socket = _bound(self._settings)
         self._server = _Embedded(self._settings, self._app)
         self._task = asyncio.create_task(
             self._server.serve(sockets=[self._socket]), name="kvloom-router"
@@ -90,7 +90,7 @@ async def serve(settings: RouterSettings) -> None:
         OSError: the address is taken or not ours.
     """
     app = build_app(settings)
-    listening = _bound(settings.host, settings.port)
+    listening = _bound(settings)
     try:
         await _Leaving(settings, app).serve(sockets=[listening])
     finally:
@@ -165,17 +165,26 @@ def _config(settings: RouterSettings, app: RouterApp) -> uvicorn.Config:
     )
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _bound(settings: RouterSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Only with the protocol spelled out does asyncio switch Nagle's algorithm
     # off, which would hold the end of an answer back for 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        if _USER_TIMEOUT is not None:
+            # Connections inherit it. A client that takes nothing any more would
+            # else keep what is buffered for it, and its connection, for ever.
+            idle_ms = math.ceil(settings.client_idle_timeout_s * 1000)
+            listening.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, idle_ms)
+        listening.bind((settings.host, settings.port))
         listening.listen(BACKLOG)
         listening.setblocking(False)
     except BaseException:
         listening.close()
         raise
     return listening
+
+
+_USER_TIMEOUT: Final[int | None] = getattr(socket, "TCP_USER_TIMEOUT", None)
+"""Linux only."""
