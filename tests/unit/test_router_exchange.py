@@ -53,9 +53,9 @@ async def test_an_engine_that_says_nothing_is_not_the_clients_fault() -> None:
     """A client is patient for as long as there is nothing to take."""
     client = Client()
     client.gate.set()
-    with client.exchange.watched(idle_s=0.01, limit_s=0.1):
-        with pytest.raises(OutOfTimeError):
-            await client.exchange.unless_gone(client.stream(0.03))
+    watched = client.exchange.watched(idle_s=0.01, limit_s=0.1)
+    with watched, pytest.raises(OutOfTimeError):
+        await client.exchange.unless_gone(client.stream(0.03))
     assert client.ended == "cancelled"
 
 
@@ -73,6 +73,6 @@ async def test_who_left_is_told_apart_from_who_took_too_long() -> None:
     """One is counted as gone, the other gets an answer."""
     client = Client()
     client.left.set()
-    with client.exchange.watched(limit_s=600.0, idle_s=600.0):
-        with pytest.raises(ClientGoneError):
-            await client.exchange.unless_gone(asyncio.Event().wait())
+    watched = client.exchange.watched(limit_s=600.0, idle_s=600.0)
+    with watched, pytest.raises(ClientGoneError):
+        await client.exchange.unless_gone(asyncio.Event().wait())
