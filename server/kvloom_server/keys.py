@@ -63,6 +63,8 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
         raise KeyFileError(f"{path} is no TOML: {_place(error)}") from None
     names: dict[bytes, str] = {}
     for name, keys in table.items():
+        if not name:
+            raise KeyFileError(f"{path}: a key belongs to somebody without a name")
         for key in _texts(keys, path=path, name=name):
             digest = _digest(key, path=path, name=name)
             if names.setdefault(digest, name) != name:

@@ -13,8 +13,8 @@ from e2e.test_router_stage import (
     Stage,
     Told,
     follow_up,
-    fresh,
     opening,
+    right_answer,
     staged,
 )
 
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-async def right_answer(messages: list[Any]) -> str:
-    body = {"messages": messages, "max_tokens": 40}
-    text: str = (await fresh(CHAT, body))["choices"][0]["message"]["content"]
-    return text
 
 
 async def admin(stage: Stage, method: str, path: str, **body: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e.test_router_stage import CHAT, CONVERSATION, MODEL, fresh, opening
+from e2e.test_router_stage import CHAT, CONVERSATION, MODEL, opening, right_answer
 
 from kvloom.protocol import PLAN_HEADER
 from kvloom.testing import FakeCluster, FakeServer
@@ -110,11 +110,6 @@ async def routed(router: Router) -> AsyncIterator[httpx.AsyncClient]:
 
 def body(messages: list[Any], **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": messages, "max_tokens": 40} | more
-
-
-async def right_answer(messages: list[Any]) -> str:
-    text: str = (await fresh(CHAT, body(messages)))["choices"][0]["message"]["content"]
-    return text
 
 
 @contextmanager

@@ -275,3 +275,10 @@ async def fresh(
         answer = await client.post("http://fresh" + path, json={"model": MODEL} | body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+
+async def right_answer(messages: list[Any]) -> str:
+    """What a single engine says that has seen nothing, in a turn of the stage."""
+    body = {"messages": messages, "max_tokens": 40}
+    text: str = (await fresh(CHAT, body))["choices"][0]["message"]["content"]
+    return text

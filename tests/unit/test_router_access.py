@@ -173,6 +173,7 @@ def test_key_files_take_keys_hashes_and_rotations(tmp_path: Path) -> None:
         'a = "sha256:12"',
         f'a = "sha256:{"g" * 64}"',
         f'a = "{CLIENT}"\nb = "{CLIENT}"',
+        f'"" = "{CLIENT}"',
         f'a = "{CLIENT}"\na = "{ADMIN}"',
     ],
 )

@@ -329,5 +329,8 @@ def _secrets(settings: RouterSettings) -> list[bytes]:
     given = settings.secrets()
     if given:
         return given
-    log.info("event=random_handle_key: handles will not outlive this process")
+    log.info(
+        "event=random_handle_key: handles will not outlive this process, nor will "
+        "what engines have cached for tenants"
+    )
     return [secrets.token_bytes(32)]

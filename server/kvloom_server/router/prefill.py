@@ -142,6 +142,7 @@ class PrefillLeg:
 
     def _ended(self, task: asyncio.Task[None], *, job: Job) -> None:
         self._lingering.discard(task)
+        job.seats.leave(Role.PREFILL)  # also of a leg that never began
         if task.cancelled():
             return
         if task.exception() is not None:

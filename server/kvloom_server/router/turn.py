@@ -139,8 +139,9 @@ class Conductor:
             raise
         finally:
             self._strays.release(job)
-            # An abandoned prefill leg gives its own seat back.
             job.seats.leave(Role.DECODE)
+            if not job.is_abandoned:  # else the leg goes on, and keeps its seat
+                job.seats.leave(Role.PREFILL)
             _log(job, outcome)
         return outcome
 
