@@ -2,10 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from kvloom.protocol import ClusterKeyError
 
+from .addresses import DnsSpec, EngineSpec, parse_engine, parse_member
 from .cluster.checks import read_cluster_key
 from .cluster.console import say_error
 from .cluster.doctor import Finding, examine
@@ -26,8 +27,10 @@ from .cluster.stop import StoppedError, StopSignal, until_stopped
 from .cluster.up import UpSettings
 from .cluster.verdict import judge
 from .demo import DemoError, run_demo
+from .keys import KeyFileError
+from .router import EnginesFileError
 from .router import serve as serve_router
-from .settings import EngineSpec, Returns, RouterSettings, parse_engine
+from .settings import Returns, RouterSettings
 
 app = typer.Typer(
     add_completion=False,
@@ -37,6 +40,8 @@ app = typer.Typer(
 )
 
 RETURNS_HELP = "When KV goes back to prefill."
+
+T = TypeVar("T")
 EngineArg = Annotated[
     list[str] | None,
     typer.Option(help="A vLLM flag for every engine, as --engine-arg=--dtype=float32."),
@@ -109,19 +114,59 @@ def up(
 @app.command()
 def serve(
     prefill: Annotated[
-        list[str] | None, typer.Option(help="A prefill engine: http://host:port.")
+        list[str] | None,
+        typer.Option(
+            help="A prefill engine: http://host:port,lease=tcp://host:port; "
+            "dns+http://name:port,lease=port for all that a name resolves to; "
+            ",rank=0 for one rank of a data-parallel server."
+        ),
     ] = None,
     decode: Annotated[
-        list[str] | None,
-        typer.Option(help="A decode engine: http://host:port,lease=tcp://host:port."),
+        list[str] | None, typer.Option(help="A decode engine, likewise.")
+    ] = None,
+    engines_file: Annotated[
+        Path | None,
+        typer.Option(
+            help='TOML, prefill = ["http://…"] and decode = […]; watched, so that '
+            "engines come and go."
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="0 takes a free one.")
     ] = None,
     returns: Annotated[Returns | None, typer.Option(help=RETURNS_HELP)] = None,
-    connector: Annotated[Connector | None, typer.Option()] = None,
+    connector: Annotated[
+        Connector | None, typer.Option(help="What the engines run.")
+    ] = None,
     cluster_key_file: ClusterKeyFile = None,
+    handle_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Seals handles. One key a line: the first seals, all open. The same "
+            "for all replicas."
+        ),
+    ] = None,
+    client_keys_file: Annotated[
+        Path | None,
+        typer.Option(help='Who may use the models: TOML, tenant = "key".'),
+    ] = None,
+    admin_keys_file: Annotated[
+        Path | None, typer.Option(help='Who may use /kvloom/: TOML, name = "key".')
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM: the router speaks HTTPS.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM, its key.")] = None,
+    upstream_ca_file: Annotated[
+        Path | None, typer.Option(help="PEM: who vouches for https:// engines.")
+    ] = None,
+    max_turns_per_engine: Annotated[
+        int | None, typer.Option(min=1, help="More wait in line; else no bound.")
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Longest request, seconds; else no bound.")
+    ] = None,
 ) -> None:
     """Run the router alone, over engines that run elsewhere.
 
@@ -129,13 +174,22 @@ def serve(
     """
     with _plain_errors():
         settings = _settings(
-            prefill=_engines("--prefill", prefill),
-            decode=_engines("--decode", decode),
+            prefill=_members("--prefill", prefill),
+            decode=_members("--decode", decode),
+            engines_file=engines_file,
             host=host,
             port=port,
             returns=returns,
             connector=connector and connector.value,
             cluster_key_file=cluster_key_file,
+            handle_key_file=handle_key_file,
+            client_keys_file=client_keys_file,
+            admin_keys_file=admin_keys_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            upstream_ca_file=upstream_ca_file,
+            max_turns_per_engine=max_turns_per_engine,
+            request_timeout_s=request_timeout,
         )
         read_cluster_key(settings.cluster_key_file)
         asyncio.run(serve_router(settings))
@@ -149,8 +203,20 @@ def _settings(**given: object) -> RouterSettings:
 
 
 def _engines(option: str, texts: list[str] | None) -> tuple[EngineSpec, ...] | None:
+    return _parsed(option, texts, parse_engine)
+
+
+def _members(
+    option: str, texts: list[str] | None
+) -> tuple[EngineSpec | DnsSpec, ...] | None:
+    return _parsed(option, texts, parse_member)
+
+
+def _parsed(
+    option: str, texts: list[str] | None, parse: Callable[[str], T]
+) -> tuple[T, ...] | None:
     try:
-        return tuple(map(parse_engine, texts)) if texts else None
+        return tuple(map(parse, texts)) if texts else None
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
 
@@ -163,7 +229,7 @@ def _plain_errors() -> Iterator[None]:
     except ValidationError as error:
         wrong = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
         _fail("; ".join(f"{name}: {message}" for name, message in wrong))
-    except (ClusterKeyError, OSError) as error:
+    except (ClusterKeyError, KeyFileError, EnginesFileError, OSError) as error:
         _fail(str(error))
 
 

@@ -174,6 +174,13 @@ class Stage:
             if engines.items() <= seen.items():
                 return
 
+    async def until_fed(self, engine: str) -> None:
+        """Return once the engine's leases are announced to the router."""
+        while True:
+            report = (await self.http.get(self.router.url + "/health")).json()
+            if report["lease_feeds"].get(engine) == "live":
+                return
+
     async def turn(self, messages: list[Any], **options: Any) -> Told:
         """One chat turn of the conversation, not streamed."""
         headers = CONVERSATION | options.pop("extra_headers", {})
@@ -270,3 +277,10 @@ async def fresh(
         answer = await client.post("http://fresh" + path, json={"model": MODEL} | body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+
+async def right_answer(messages: list[Any]) -> str:
+    """What a single engine says that has seen nothing, in a turn of the stage."""
+    body = {"messages": messages, "max_tokens": 40}
+    text: str = (await fresh(CHAT, body))["choices"][0]["message"]["content"]
+    return text

@@ -5,17 +5,39 @@ all that the router does with it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from typing import Final
 
 import msgspec
 
+from .access import Access
+from .admin import AdminApi, let_in
 from .api import Api
 from .endings import ending_of
 from .engines import Engines
-from .errors import BadRequestError, RouterError, no_engine, stopping
-from .exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
+from .errors import (
+    BadRequestError,
+    RouterError,
+    no_engine,
+    not_starting,
+    out_of_time,
+    stopping,
+)
+from .exchange import (
+    JSON,
+    ClientGoneError,
+    Exchange,
+    OutOfTimeError,
+    Receive,
+    Scope,
+    Send,
+)
 from .feed import Feeds
 from .fields import FieldRules
 from .job import EngineAnswerError
@@ -43,9 +65,12 @@ class RouterApp:
         feeds: Feeds,
         conductor: Conductor,
         passthrough: PassThrough,
+        admin: AdminApi,
+        access: Access,
         metrics: Metrics,
         running: Callable[[], AbstractAsyncContextManager[None]],
         body_limit_bytes: int,
+        client_idle_timeout_s: float,
         openapi: bytes,
     ) -> None:
         """``running`` is entered at start-up and left at shutdown; ``openapi``
@@ -54,11 +79,17 @@ class RouterApp:
         self._feeds = feeds
         self._conductor = conductor
         self._passthrough = passthrough
+        self._admin = admin
+        self._access = access
         self._metrics = metrics
         self._rules = FieldRules()
         self._running = running
         self._openapi = openapi
         self._body_limit_bytes = body_limit_bytes
+        self._client_idle_timeout_s = client_idle_timeout_s
+        self._num_turns = 0
+        self._is_stopping = False
+        self._all_ended = asyncio.Event()
         self._routes: dict[str, tuple[frozenset[str], Handler]] = {
             **{api: (_POST, self._turn(api)) for api in Api},
             "/v1/models": (_GET, self._models),
@@ -79,6 +110,16 @@ class RouterApp:
         async with self._running():
             yield
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more turns, and wait for the end of those that are open, at most
+        so long. Whoever asks now is told to come back, by name in ``/health``."""
+        self._is_stopping = True
+        if not self._num_turns:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._all_ended.wait()
+
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         # The server turns what is raised here into "did not start".
@@ -94,6 +135,7 @@ class RouterApp:
         route = self._route(path)
         outcome = "error"
         try:
+            let_in(client, self._access.admit(path, client.headers))
             outcome = await self._handler(scope["method"], path)(client)
         except RouterError as error:
             outcome = error.code
@@ -105,6 +147,9 @@ class RouterApp:
             )
         except ClientGoneError:
             outcome = "client_gone"
+        except OutOfTimeError:
+            outcome = "out_of_time"
+            await client.cut_off(out_of_time())
         except asyncio.CancelledError:
             outcome = "cut_off"
             await _cut_off(client)
@@ -121,8 +166,11 @@ class RouterApp:
         if path in self._routes:
             methods, handler = self._routes[path]
         elif passes(path):
-            methods, handler = METHODS, self._passthrough.relay
+            methods, handler = METHODS, self._pass_on
         else:
+            admin = self._admin.handler(method, path)
+            if admin is not None:
+                return admin
             raise BadRequestError(
                 f"There is no {path} here: this router serves "
                 f"{', '.join(self._routes)}, and what else is part of the "
@@ -140,11 +188,31 @@ class RouterApp:
 
     def _turn(self, api: Api) -> Handler:
         async def answer(client: Exchange) -> str:
-            body = await client.read(self._body_limit_bytes)
-            request = parse_turn(api, client.headers, body, self._rules)
-            return await self._conductor.carry_out(request, client)
+            with self._counted():
+                body = await client.read(
+                    self._body_limit_bytes, idle_s=self._client_idle_timeout_s
+                )
+                request = parse_turn(api, client.headers, body, self._rules)
+                return await self._conductor.carry_out(request, client)
 
         return answer
+
+    async def _pass_on(self, client: Exchange) -> str:
+        with self._counted():
+            return await self._passthrough.relay(client)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """An open answer, that a stop waits for."""
+        if self._is_stopping:
+            raise not_starting()
+        self._num_turns += 1
+        try:
+            yield
+        finally:
+            self._num_turns -= 1
+            if self._is_stopping and not self._num_turns:
+                self._all_ended.set()
 
     async def _models(self, client: Exchange) -> str:
         models = self._engines.models()
@@ -155,9 +223,12 @@ class RouterApp:
         return "ok"
 
     async def _health(self, client: Exchange) -> str:
-        is_up = any(engine.is_up for engine in self._engines.decode)
+        is_up = bool(self._engines.in_service())
+        status = "ok" if is_up else "no_decode_engine"
+        if self._is_stopping:
+            is_up, status = False, "stopping"
         report = {
-            "status": "ok" if is_up else "no_decode_engine",
+            "status": status,
             **self._engines.report(),
             "lease_feeds": self._feeds.report(),
         }

@@ -14,7 +14,8 @@ from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport
 
 from .directory import Directory, continues
 from .endings import ENDINGS
-from .engines import Engine, Engines
+from .engine import Engine, EngineLostError
+from .engines import Engines
 from .errors import RouterError, engine_failed, engine_failed_midway
 from .exchange import Exchange
 from .experience import Experience
@@ -96,15 +97,19 @@ class DecodeLeg:
         refused: EngineAnswerError | None = None
         while name is not None and len(job.tried) < MAX_ATTEMPTS:
             engine = self._engines[name]
+            job.seats.take(engine)
             try:
                 return await self._at(engine, job, params, client)
             except EngineAnswerError as error:
+                engine.answered(error.status)
                 if not is_engines_fault(error.status):
                     raise
                 refused, params = error, None
                 self._strays.release(job)
             except UpstreamError as error:
                 self._failed(engine, job, error)
+                if not isinstance(error, EngineLostError):
+                    engine.broke()
                 # Prefill frees its blocks once they were read, so that whoever
                 # may have read them can't be followed by another.
                 if isinstance(error, BrokenError):
@@ -117,7 +122,7 @@ class DecodeLeg:
     def _first(self, job: Job) -> str | None:
         """The planned engine, unless it was lost while prefill worked."""
         planned = self._engines[job.plan.decode]
-        if planned.is_up:
+        if not planned.is_lost:
             return planned.name
         # One that is only down is tried when there is no other: it is quick to
         # refuse, and may be back.
@@ -125,7 +130,9 @@ class DecodeLeg:
 
     def _next(self, job: Job) -> str | None:
         # As the engines are now, not as they were when the turn was planned.
-        fleet = self._engines.fleet(job.request.model, self._directory.num_bound)
+        fleet = self._engines.fleet(
+            job.request.model, self._directory.num_bound, self._directory.num_resident
+        )
         return next_decode(job.turn, fleet, tried=job.tried)
 
     async def _at(
@@ -168,6 +175,7 @@ class DecodeLeg:
 
     def answered(self, engine: Engine, job: Job, began: float) -> PlanReport:
         """The first byte is there: remember who answers."""
+        engine.answered(200)
         now = self._clock()
         job.engines_s += now - began
         job.ttft_s = now - job.arrived
@@ -204,6 +212,8 @@ class DecodeLeg:
         if lease is None:
             self._metrics.handle("declined" if granted.done() else "late")
             return None
+        if job.is_final:
+            return None
         self._metrics.handle("sealed")
         deadline = lease.deadline_unix
         if self._feeds.keep(engine.name, lease.lease_id):
@@ -237,7 +247,9 @@ class DecodeLeg:
                 num_tokens=lease.num_tokens,
                 deadline_unix=lease.deadline_unix,
             ),
-            Binding(conversation=job.turn.tag, model=job.request.model),
+            Binding(
+                conversation=job.turn.tag, model=job.request.model, tenant=job.tenant
+            ),
         )
 
     def broke(self, engine: Engine, job: Job, error: UpstreamError) -> None:

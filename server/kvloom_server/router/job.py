@@ -14,7 +14,8 @@ from kvloom.protocol import (
     outcome_of,
 )
 
-from .engines import Engine
+from .admission import Seats
+from .engine import Engine
 from .identity import new_turn_id, tag_of
 from .legs import leg_headers
 from .plan import Lease, Plan, Turn
@@ -92,6 +93,10 @@ class Job:
     ttft_s: float | None = None
     tried: list[str] = field(default_factory=list)
     """Decode engines that failed."""
+    seats: Seats = field(default_factory=Seats, repr=False)
+    tenant: str = ""
+    is_final: bool = False
+    """Whether the conversation ends with this turn."""
 
     @property
     def transfer_params(self) -> dict[str, Any] | None:
@@ -137,6 +142,7 @@ class Job:
             turn_id=self.turn_id if name is None else name,
             api_key=api_key,
         )
+        headers += engine.headers
         url = engine.spec.url + self.request.api
         return UpstreamRequest(method="POST", url=url, headers=headers, body=body)
 

@@ -114,6 +114,22 @@ class Metrics:
             registry=registry,
         )
 
+        self._queue = Gauge(
+            "kvloom_queue_depth",
+            "Turns that wait for room at the engines.",
+            registry=registry,
+        )
+        self.queue_s = Histogram(
+            "kvloom_queue_seconds",
+            "How long turns waited for room, of those that did.",
+            buckets=_LEG_S,
+            registry=registry,
+        )
+
+    def watch_queue(self, count: Callable[[], int]) -> None:
+        """Read the number of waiting turns from ``count`` when asked."""
+        self._queue.set_function(count)
+
     def watch_conversations(self, count: Callable[[], int]) -> None:
         """Read the number of conversations from ``count`` when asked."""
         self._conversations.set_function(count)

@@ -12,7 +12,8 @@ from typing import Final
 
 from kvloom.protocol import LeaseRef
 
-from .engines import Engine, Engines
+from .engine import Engine, EngineLostError, Role
+from .engines import Engines
 from .experience import Experience
 from .job import (
     MAX_ATTEMPTS,
@@ -68,10 +69,17 @@ class PrefillLeg:
         Raises:
             EngineAnswerError: the engine refused the request as such.
         """
+        try:
+            await self._run(job)
+        finally:
+            job.seats.leave(Role.PREFILL)
+
+    async def _run(self, job: Job) -> None:
         name, tried = job.plan.prefill, list[str]()
         while name and len(tried) < MAX_ATTEMPTS and not job.is_abandoned:
             engine = self._engines[name]
             num_others, began = engine.num_in_flight, self._clock()
+            job.seats.take(engine)
             job.prefilled = await self._at(engine, job)
             if job.prefilled is not None:
                 job.prefill = engine
@@ -108,6 +116,8 @@ class PrefillLeg:
                 answer = await read_all(response)
         except UpstreamError as error:
             self._failed(engine, job, error)
+            if not isinstance(error, EngineLostError):
+                engine.broke()
             return None
         except TimeoutError:
             engine.was_late()
@@ -117,7 +127,7 @@ class PrefillLeg:
             seconds = self._clock() - began
             job.engines_s += seconds
             self._metrics.legs.labels("prefill").observe(seconds)
-        engine.standing.was_in_time()
+        engine.answered(response.status)
         if is_engines_fault(response.status):
             log.warning("engine=%s event=prefill_%d", engine.name, response.status)
             return None
@@ -144,7 +154,8 @@ class PrefillLeg:
         lease = job.plan.lease
         if lease is None:
             return None
-        address = self._engines[lease.engine].spec.lease_address
+        holder = self._engines.find(lease.engine)
+        address = holder.spec.lease_address if holder is not None else None
         if address is None:
             return None
         return LeaseRef(lease_id=lease.lease_id, address=address)
@@ -155,6 +166,7 @@ class PrefillLeg:
 
     def _ended(self, task: asyncio.Task[None], *, job: Job) -> None:
         self._lingering.discard(task)
+        job.seats.leave(Role.PREFILL)  # also of a leg that never began
         if task.cancelled():
             return
         if task.exception() is not None:
