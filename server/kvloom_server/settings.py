@@ -114,6 +114,11 @@ class RouterSettings(BaseSettings):
     health_timeout_s: float = Field(default=5.0, gt=0)
     shutdown_timeout_s: int = Field(default=30, ge=0)
     """How long open answers may go on after a stop was asked for."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["pairs", "json"] = "pairs"
+    """One line an event: ``key=value`` pairs, or one JSON object."""
+    traces: bool = False
+    """Spans over OTLP, as the ``OTEL_…`` variables say; needs ``kvloom[otel]``."""
     max_conversations: int = Field(default=10_000, ge=1)
     conversation_idle_s: float = Field(default=3600.0, gt=0)
     """A conversation that has been silent for so long is forgotten."""

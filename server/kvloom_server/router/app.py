@@ -18,6 +18,8 @@ from .feed import Feeds
 from .fields import FieldRules
 from .job import EngineAnswerError
 from .metrics import METRICS_CONTENT_TYPE, Metrics
+from .operator import ROOT as OPERATOR_ROOT
+from .operator import Operator
 from .request import Api, parse_turn
 from .turn import Conductor
 
@@ -29,7 +31,7 @@ Handler = Callable[[Exchange], Awaitable[str]]
 
 
 class RouterApp:
-    """Serves the OpenAI endpoints, ``/health`` and ``/metrics``."""
+    """Serves the OpenAI endpoints, ``/health``, ``/metrics`` and ``/kvloom/…``."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class RouterApp:
         feeds: Feeds,
         conductor: Conductor,
         metrics: Metrics,
+        operator: Operator,
         running: Callable[[], AbstractAsyncContextManager[None]],
         body_limit_bytes: int,
     ) -> None:
@@ -46,6 +49,7 @@ class RouterApp:
         self._feeds = feeds
         self._conductor = conductor
         self._metrics = metrics
+        self._operator = operator
         self._rules = FieldRules()
         self._running = running
         self._body_limit_bytes = body_limit_bytes
@@ -63,6 +67,10 @@ class RouterApp:
         elif scope["type"] == "http":
             await self._answer(scope, Exchange(scope, receive, send))
 
+    def stopping(self) -> None:
+        """The server stops: end what would never end by itself."""
+        self._operator.stopping()
+
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """For those who run the application without a server."""
@@ -79,7 +87,7 @@ class RouterApp:
 
     async def _answer(self, scope: Scope, client: Exchange) -> None:
         path = _canonical(scope["path"])
-        route = path if path in self._routes else "other"
+        route = self._label(path)
         outcome = "error"
         try:
             outcome = await self._handler(scope["method"], path)(client)
@@ -97,7 +105,15 @@ class RouterApp:
         finally:
             self._metrics.requests.labels(route, outcome).inc()
 
+    def _label(self, path: str) -> str:
+        """The path in the metrics, which are to stay few."""
+        if _is_operators(path):
+            return OPERATOR_ROOT
+        return path if path in self._routes else "other"
+
     def _handler(self, method: str, path: str) -> Handler:
+        if _is_operators(path):
+            return self._operator.handler(method, path)
         if path not in self._routes:
             raise BadRequestError(
                 f"There is no {path} here: this router serves "
@@ -158,6 +174,10 @@ async def _cut_off(client: Exchange) -> None:
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()
+
+
+def _is_operators(path: str) -> bool:
+    return path == OPERATOR_ROOT or path.startswith(f"{OPERATOR_ROOT}/")
 
 
 def _canonical(path: str) -> str:

@@ -13,14 +13,20 @@ from kvloom.protocol import ReturnMode
 from kvloom_server.settings import RouterSettings
 
 from .app import RouterApp
+from .census import Census
+from .chronicle import Chronicle
 from .decode import DecodeLeg
 from .directory import Directory, Let
 from .engines import Engine, Engines
 from .feed import PROBE_S, Feeds, Followed
+from .memory import MemoryPoll
 from .metrics import Metrics
+from .operator import Operator
 from .prefill import PrefillLeg
+from .scene import Scene
 from .seal import Sealer
 from .strays import Strays
+from .tracing import NoTraces, Traces, otel_traces
 from .turn import Conductor
 from .upstream import AiohttpUpstream, Upstream
 
@@ -32,6 +38,7 @@ def build_app(
     *,
     upstream: Upstream | None = None,
     registry: CollectorRegistry | None = None,
+    traces: Traces | None = None,
     clock: Callable[[], float] = time.perf_counter,
     wall_clock: Callable[[], float] = time.time,
 ) -> RouterApp:
@@ -42,12 +49,14 @@ def build_app(
         upstream: how engines are reached; by default an aiohttp client that
             lives as long as the application. One that is given is not closed.
         registry: takes the metrics; a new one by default.
+        traces: where spans go; by default as the settings say.
         clock: seconds that never go back, for durations.
         wall_clock: Unix time, for the leases' deadlines.
 
     Raises:
         ValueError: the handle key is of no use.
         OSError: its file can't be read.
+        TracingUnavailableError: traces are on, and OpenTelemetry is missing.
     """
     own = _aiohttp(settings)
     reach = own if upstream is None else upstream
@@ -55,10 +64,12 @@ def build_app(
         settings,
         upstream=reach,
         metrics=Metrics(registry if registry is not None else CollectorRegistry()),
+        traces=traces if traces is not None else _traces(settings),
         clock=clock,
         wall_clock=wall_clock,
     )
     prefill = _prefill(parts)
+    operator = _operator(parts)
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
@@ -70,6 +81,7 @@ def build_app(
             await stack.enter_async_context(parts.feeds.running(up))
             stack.push_async_callback(parts.strays.close)
             stack.push_async_callback(prefill.close)
+            stack.push_async_callback(operator.close)
             yield
 
     return RouterApp(
@@ -77,6 +89,7 @@ def build_app(
         feeds=parts.feeds,
         conductor=_conductor(parts, prefill),
         metrics=parts.metrics,
+        operator=operator,
         running=running,
         body_limit_bytes=settings.body_limit_bytes,
     )
@@ -95,6 +108,7 @@ class _Parts:
     strays: Strays
     sealer: Sealer
     metrics: Metrics
+    chronicle: Chronicle
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
@@ -104,6 +118,7 @@ def _parts(
     *,
     upstream: Upstream,
     metrics: Metrics,
+    traces: Traces,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
 ) -> _Parts:
@@ -113,7 +128,6 @@ def _parts(
         max_conversations=settings.max_conversations,
         idle_s=settings.conversation_idle_s,
     )
-    metrics.watch_conversations(lambda: len(directory))
     engines = Engines(
         prefill=settings.prefill,
         decode=settings.decode,
@@ -124,6 +138,7 @@ def _parts(
         api_key=api_key,
         clock=clock,
     )
+    metrics.watch(Census(engines, directory))
     strays = Strays(
         engines=engines, upstream=upstream, api_key=api_key, count=metrics.stray
     )
@@ -137,9 +152,32 @@ def _parts(
         strays=strays,
         sealer=_sealer(settings),
         metrics=metrics,
+        chronicle=Chronicle(traces=traces, clock=clock, wall_clock=wall_clock),
         clock=clock,
         wall_clock=wall_clock,
     )
+
+
+def _operator(parts: _Parts) -> Operator:
+    memory = MemoryPoll(
+        engines=parts.engines,
+        upstream=parts.upstream,
+        api_key=parts.api_key,
+        clock=parts.wall_clock,
+    )
+    scene = Scene(
+        engines=parts.engines,
+        directory=parts.directory,
+        feeds=parts.feeds,
+        chronicle=parts.chronicle,
+        memory=memory,
+        clock=parts.wall_clock,
+    )
+    return Operator(scene=scene, engines=parts.engines, chronicle=parts.chronicle)
+
+
+def _traces(settings: RouterSettings) -> Traces:
+    return otel_traces() if settings.traces else NoTraces()
 
 
 def _prefill(parts: _Parts) -> PrefillLeg:
@@ -179,6 +217,7 @@ def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
         strays=parts.strays,
         sealer=parts.sealer,
         metrics=parts.metrics,
+        chronicle=parts.chronicle,
         mode=ReturnMode.LAZY if parts.settings.returns else ReturnMode.OFF,
         can_return=parts.settings.connector == "kvloom",
         clock=parts.clock,

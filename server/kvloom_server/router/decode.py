@@ -97,6 +97,8 @@ class DecodeLeg:
                 if isinstance(error, BrokenError):
                     params, job.is_taken = None, True
             job.tried.append(name)
+            job.num_retries += 1
+            self._metrics.retries.labels("decode").inc()
             job.rename()
             name = self._next(job)
         raise _last_word(refused)
@@ -124,12 +126,15 @@ class DecodeLeg:
     ) -> str:
         turn_id = job.turn_id if job.asks_lease else None
         body = decode_body(job.request.body, params, turn_id=turn_id)
-        request = job.leg(engine, body, api_key=self._api_key)
         lease = job.plan.lease
         if job.asks_lease and lease and continues(job.outcome, lease):
             self._directory.supersede(job.turn_id, lease)
         began = self._clock()
-        with self._feeds.announcements.expected(job.turn_id) as granted:
+        with (
+            self._feeds.announcements.expected(job.turn_id) as granted,
+            job.trace.leg("decode", engine) as trace,
+        ):
+            request = job.leg(engine, body, api_key=self._api_key, trace=trace)
             relay = _Relay(self, engine, job, client, granted, began)
             return await relay.run(request)
 
@@ -140,11 +145,13 @@ class DecodeLeg:
         """The first byte is there: remember who answers."""
         now = self._clock()
         job.engines_s += now - began
-        job.ttft_s = now - job.arrived
-        report = job.report(engine.name)
+        job.ttft_s, job.decode_s = now - job.arrived, now - began
+        job.decode = engine.name
+        report = job.report()
         self._metrics.answered(report, decode_s=now - began, ttft_s=job.ttft_s)
         self._metrics.overhead.observe(max(job.ttft_s - job.engines_s, 0.0))
         if job.turn.tag is not None:
+            self._note_move(job, engine)
             let = self._directory.began(
                 job.turn.tag,
                 prefill=job.prefill.name if job.prefill else None,
@@ -153,6 +160,17 @@ class DecodeLeg:
             )
             self._feeds.let_go(let)
         return report
+
+    def _note_move(self, job: Job, engine: Engine) -> None:
+        """Count a conversation that leaves its decode engine."""
+        if job.bound_to in (None, engine.name):
+            return
+        former = self._engines[job.bound_to]
+        if job.bound_to in job.tried:
+            reason = "failed"
+        else:
+            reason = "placement" if former.is_up else "engine_down"
+        self._metrics.rebinds.labels(reason).inc()
 
     async def handle_for(
         self, engine: Engine, job: Job, granted: Granted

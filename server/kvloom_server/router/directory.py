@@ -90,6 +90,12 @@ class Directory:
         """How many conversations are bound to this decode engine."""
         return self._bound[engine]
 
+    def num_leases(self, engine: str | None = None) -> int:
+        """How many live leases one engine holds, or all of them."""
+        if engine is not None:
+            return len(self._leases.get(engine, ()))
+        return sum(map(len, self._leases.values()))
+
     # --- turns
 
     def began(

@@ -36,6 +36,9 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._gone: asyncio.Task[None] | None = None
+        self.path: str = scope["path"]
+        """Decoded."""
+        self.query: bytes = scope.get("query_string", b"")
         self.headers: dict[str, str] = {
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]

@@ -19,6 +19,7 @@ from .identity import new_turn_id
 from .legs import leg_headers
 from .plan import Plan, Turn
 from .request import TurnRequest
+from .tracing import UNTRACED, TurnTrace
 from .upstream import UpstreamRequest
 
 MAX_ATTEMPTS: Final = 3
@@ -90,8 +91,19 @@ class Job:
     engines_s: float = 0.0
     """Time spent waiting for engines, up to the first byte."""
     ttft_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    """To the first byte of the decode leg that answered."""
     tried: list[str] = field(default_factory=list)
     """Decode engines that failed."""
+    decode: str | None = None
+    """Name of the decode engine that answered."""
+    bound_to: str | None = None
+    """The decode engine of the conversation's last turn."""
+    is_decoding: bool = False
+    """Whether the prefill leg is over."""
+    num_retries: int = 0
+    trace: TurnTrace = UNTRACED
 
     @property
     def transfer_params(self) -> dict[str, Any] | None:
@@ -106,20 +118,36 @@ class Job:
         self.turn_id = new_turn_id(self.turn.tag)
 
     def leg(
-        self, engine: Engine, body: bytes, *, api_key: str | None
+        self,
+        engine: Engine,
+        body: bytes,
+        *,
+        api_key: str | None,
+        trace: Mapping[str, str],
     ) -> UpstreamRequest:
-        """The request of one leg. ``api_key``: the engines' own."""
+        """The request of one leg.
+
+        Args:
+            engine: who gets it.
+            body: what it gets.
+            api_key: the engines' own.
+            trace: headers that name the leg's span, over the client's.
+        """
         headers = leg_headers(
             self.request,
-            self.client_headers,
+            {**self.client_headers, **trace},
             turn_id=self.turn_id,
             api_key=api_key,
         )
         url = engine.spec.url + self.request.api
         return UpstreamRequest(method="POST", url=url, headers=headers, body=body)
 
-    def report(self, decode: str) -> PlanReport:
-        """The turn as it is being carried out."""
+    def report(self, decode: str | None = None) -> PlanReport:
+        """The turn as it is being carried out.
+
+        ``decode``: who answers; otherwise who did, or was to.
+        """
+        decode = decode or self.decode or self.plan.decode
         kind, reason = self.plan.kind, self.plan.reason
         if self.plan.prefill is not None and self.prefill is None:
             kind, reason = PlanKind.COLD, Reason.PREFILL_DOWN

@@ -1,10 +1,15 @@
-"""The router's Prometheus metrics, under ``kvloom_``."""
+"""The router's Prometheus metrics, under ``kvloom_``.
 
-from collections.abc import Callable
+Counted here as things happen; what is read off the router's state when somebody
+asks is in ``census.py``. ``docs/operating.md`` lists all of them, and a test
+holds the list to this.
+"""
+
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from kvloom.protocol import PlanReport
 
@@ -68,15 +73,30 @@ class Metrics:
             buckets=_OVERHEAD_S,
             registry=registry,
         )
-        self._conversations = Gauge(
-            "kvloom_conversations",
-            "Conversations in the map.",
+        self.retries = Counter(
+            "kvloom_retry",
+            "Engines that did not answer a leg, so that another was tried.",
+            ("leg",),
             registry=registry,
         )
-
-    def watch_conversations(self, count: Callable[[], int]) -> None:
-        """Read the number of conversations from ``count`` when asked."""
-        self._conversations.set_function(count)
+        self.aborts = Counter(
+            "kvloom_abort",
+            "Turns whose client left, by the leg that was under way.",
+            ("leg",),
+            registry=registry,
+        )
+        self.rebinds = Counter(
+            "kvloom_rebind",
+            "Conversations that another decode engine answers than before.",
+            ("reason",),
+            registry=registry,
+        )
+        self.queued = Histogram(
+            "kvloom_queue_seconds",
+            "How long requests waited for their turn, where there is a queue.",
+            buckets=_LEG_S,
+            registry=registry,
+        )
 
     def answered(self, report: PlanReport, *, decode_s: float, ttft_s: float) -> None:
         """Count one turn, as it was carried out, at its first byte."""
@@ -95,6 +115,10 @@ class Metrics:
     def handle(self, event: str) -> None:
         """Count one event of a handle or its lease."""
         self.handles.labels(event).inc()
+
+    def watch(self, collector: Collector) -> None:
+        """Also show what ``collector`` says when asked."""
+        self._registry.register(collector)
 
     def stray(self, outcome: str) -> None:
         """Count one hand-over that was not read."""

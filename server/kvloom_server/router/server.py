@@ -56,7 +56,7 @@ class RouterServer:
             RouterStartError: the router itself did not come up.
         """
         self._socket = _bound(self._settings.host, self._settings.port)
-        self._server = _Embedded(_config(self._settings, self._app))
+        self._server = _Embedded(_config(self._settings, self._app), self._app)
         self._task = asyncio.create_task(
             self._server.serve(sockets=[self._socket]), name="kvloom-router"
         )
@@ -87,17 +87,30 @@ async def serve(settings: RouterSettings) -> None:
     """
     listening = _bound(settings.host, settings.port)
     try:
-        server = uvicorn.Server(_config(settings, build_app(settings)))
+        app = build_app(settings)
+        server = _Server(_config(settings, app), app)
         await server.serve(sockets=[listening])
     finally:
         listening.close()
 
 
-class _Embedded(uvicorn.Server):
+class _Server(uvicorn.Server):
+    """A uvicorn that tells the application before it waits for open answers."""
+
+    def __init__(self, config: uvicorn.Config, app: RouterApp) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.stopping()
+        await super().shutdown(sockets=sockets)
+
+
+class _Embedded(_Server):
     """A uvicorn that leaves signals alone and says when it is up."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: uvicorn.Config, app: RouterApp) -> None:
+        super().__init__(config, app)
         self.is_up = asyncio.Event()
 
     @contextlib.contextmanager

@@ -4,27 +4,25 @@ Reads like the plan it carries out; what may go wrong in a leg is the leg's.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvloom.protocol import ReturnMode
 
+from .chronicle import Chronicle
 from .decode import DecodeLeg
 from .directory import Directory
 from .engines import Engines
 from .errors import no_engine, unknown_model
 from .exchange import ClientGoneError, Exchange
 from .identity import conversation_tag, new_turn_id
-from .job import Job
+from .job import EngineAnswerError, Job
 from .metrics import Metrics
 from .plan import Lease, NoEngineError, Turn, plan
 from .prefill import PrefillLeg
 from .request import TurnRequest
 from .seal import Binding, HandleMiss, Sealer
 from .strays import Strays
-
-log = logging.getLogger(__name__)
 
 
 class Conductor:
@@ -40,6 +38,7 @@ class Conductor:
         strays: Strays,
         sealer: Sealer,
         metrics: Metrics,
+        chronicle: Chronicle,
         mode: ReturnMode,
         can_return: bool,
         clock: Callable[[], float],
@@ -54,6 +53,7 @@ class Conductor:
         self._strays = strays
         self._sealer = sealer
         self._metrics = metrics
+        self._chronicle = chronicle
         self._default_mode = mode
         self._can_return = can_return
         self._clock = clock
@@ -69,21 +69,28 @@ class Conductor:
         """
         job = self.planned(request, client.headers)
         outcome = "failed"
+        self._chronicle.began(job)
         try:
             with client.watched():
                 await client.unless_gone(
                     self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
                 )
+                job.is_decoding = True
                 outcome = await client.unless_gone(self._decode.run(job, client))
         except ClientGoneError:
             outcome = "client_gone"
+            leg = "decode" if job.is_decoding else "prefill"
+            self._metrics.aborts.labels(leg).inc()
+            raise
+        except EngineAnswerError:
+            outcome = "engine_refused"
             raise
         except asyncio.CancelledError:
             outcome = "cut_off"
             raise
         finally:
             self._strays.release(job)
-            _log(job, outcome)
+            self._chronicle.ended(job, outcome)
         return outcome
 
     def planned(self, request: TurnRequest, headers: Mapping[str, str]) -> Job:
@@ -111,6 +118,7 @@ class Conductor:
             arrived=arrived,
             turn_id=new_turn_id(turn.tag),
             asks_lease=is_returning and request.is_leasable,
+            bound_to=known.decode if known is not None else None,
         )
 
     def _turn(self, request: TurnRequest, now: float) -> Turn:
@@ -154,17 +162,3 @@ class Conductor:
             num_tokens=opened.num_tokens,
             deadline_unix=opened.deadline_unix,
         )
-
-
-def _log(job: Job, outcome: str) -> None:
-    tag = job.turn.tag.hex()[:8] if job.turn.tag is not None else "-"
-    report = job.report(job.plan.decode).encode().replace("; ", " ")
-    ttft_ms = None if job.ttft_s is None else round(1000 * job.ttft_s, 1)
-    log.info(
-        "turn=%s conversation=%s outcome=%s ttft_ms=%s %s",
-        job.turn_id,
-        tag,
-        outcome,
-        ttft_ms,
-        report,
-    )

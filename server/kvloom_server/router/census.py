@@ -1,0 +1,86 @@
+"""Gauges that are read off the router's state when somebody asks for them."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .directory import Directory
+from .engines import Engines
+from .standing import Condition
+
+CONVERSATION_BYTES: Final = 700
+"""What a conversation without a lease takes in the map, on 64-bit CPython 3.11;
+a test measures it."""
+LEASE_BYTES: Final = 700
+"""What each of its leases adds."""
+
+
+def size_bytes(directory: Directory) -> int:
+    """About how much memory the map takes."""
+    leases = directory.num_leases()
+    return CONVERSATION_BYTES * len(directory) + LEASE_BYTES * leases
+
+
+class Census(Collector):
+    """What there is right now.
+
+    Args:
+        engines: whose state is shown.
+        directory: whose size is shown.
+        queue_depth: how many requests wait for their turn.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        directory: Directory,
+        *,
+        queue_depth: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._engines = engines
+        self._directory = directory
+        self._queue_depth = queue_depth
+
+    def collect(self) -> Iterator[Metric]:
+        directory = self._directory
+        yield GaugeMetricFamily(
+            "kvloom_conversations", "Conversations in the map.", value=len(directory)
+        )
+        yield GaugeMetricFamily(
+            "kvloom_conversation_bytes",
+            "About how much memory the map takes.",
+            value=size_bytes(directory),
+        )
+        yield GaugeMetricFamily(
+            "kvloom_queue_depth",
+            "Requests that wait for their turn.",
+            value=self._queue_depth(),
+        )
+        yield from self._of_engines()
+
+    def _of_engines(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily(
+            "kvloom_upstream_state",
+            "1 for the state that an engine is in, 0 for the others.",
+            labels=("engine", "role", "state"),
+        )
+        in_flight = GaugeMetricFamily(
+            "kvloom_upstream_in_flight",
+            "Legs that an engine has in flight.",
+            labels=("engine", "role"),
+        )
+        leases = GaugeMetricFamily(
+            "kvloom_leases", "Live leases of a decode engine.", labels=("engine",)
+        )
+        for role, engines in self._engines.by_role():
+            for engine in engines:
+                for condition in Condition:
+                    is_it = float(engine.condition is condition)
+                    state.add_metric((engine.name, role, condition), is_it)
+                in_flight.add_metric((engine.name, role), engine.num_in_flight)
+                if role == "decode":
+                    held = self._directory.num_leases(engine.name)
+                    leases.add_metric((engine.name,), held)
+        yield from (state, in_flight, leases)

@@ -1,0 +1,111 @@
+"""Is reuse working, and if not, why: one verdict over the last minutes; pure."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from kvloom.protocol import Reason
+
+from .history import Bucket
+from .reasons import MEANINGS, Bearing
+
+FEW: Final = 0.05
+"""Up to this share of turns may miss, and reuse still works."""
+MANY: Final = 0.5
+"""From this share on it does not."""
+MAX_CAUSES: Final = 3
+
+
+class Verdict(StrEnum):
+    """In a word."""
+
+    QUIET = "quiet"
+    """No turns."""
+    STARTING = "starting"
+    """Turns, none of which had a history."""
+    WORKING = "working"
+    PARTLY = "partly"
+    FAILING = "failing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Why turns had their history computed again."""
+
+    reason: Reason
+    turns: int
+    text: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """The verdict, for people."""
+
+    verdict: Verdict
+    headline: str
+    causes: tuple[Cause, ...] = ()
+    """Most frequent first."""
+    turns: int = 0
+    failed: int = 0
+    reused_turns: int = 0
+    missed_turns: int = 0
+    reuse_ratio: float | None = None
+    """Prompt tokens that were not computed, of all; ``None`` without any."""
+
+
+def diagnose(total: Bucket) -> Diagnosis:
+    """Judge what ended in a window."""
+    reused = total.bearings[Bearing.REUSED]
+    missed = total.bearings[Bearing.MISSED]
+    verdict = _verdict(total.turns, reused=reused, missed=missed)
+    prompt = total.prompt_tokens
+    return Diagnosis(
+        verdict=verdict,
+        headline=_headline(verdict, reused=reused, missed=missed),
+        causes=_causes(total),
+        turns=total.turns,
+        failed=total.failed,
+        reused_turns=reused,
+        missed_turns=missed,
+        reuse_ratio=1 - total.computed_tokens / prompt if prompt else None,
+    )
+
+
+def _verdict(turns: int, *, reused: int, missed: int) -> Verdict:
+    if not turns:
+        return Verdict.QUIET
+    if not reused + missed:
+        return Verdict.STARTING
+    share = missed / (reused + missed)
+    if share <= FEW:
+        return Verdict.WORKING
+    return Verdict.PARTLY if share < MANY else Verdict.FAILING
+
+
+def _headline(verdict: Verdict, *, reused: int, missed: int) -> str:
+    of_all = f"{reused} of {reused + missed} turns with a history"
+    return {
+        Verdict.QUIET: "No turns lately.",
+        Verdict.STARTING: "First turns so far: there was no history to reuse yet.",
+        Verdict.WORKING: f"Reuse works: {of_all} started from the cache.",
+        Verdict.PARTLY: f"Reuse works in part: {of_all} started from the cache.",
+        Verdict.FAILING: f"Reuse is not working: only {of_all} started from the cache.",
+    }[verdict]
+
+
+def _causes(total: Bucket) -> tuple[Cause, ...]:
+    return tuple(
+        Cause(reason=reason, turns=count, text=_text(reason), advice=_advice(reason))
+        for reason, count in total.missed.most_common(MAX_CAUSES)
+    )
+
+
+def _text(reason: Reason) -> str:
+    known = MEANINGS.get(reason)
+    return known.text if known else reason.replace("_", " ").capitalize() + "."
+
+
+def _advice(reason: Reason) -> str:
+    known = MEANINGS.get(reason)
+    return known.advice if known else ""
