@@ -27,7 +27,10 @@ from .cluster.up import UpSettings
 from .cluster.verdict import judge
 from .demo import DemoError, run_demo
 from .router import serve as serve_router
+from .logs import LogFormat, start_logging
+from .router.tracing import TracingUnavailableError
 from .settings import EngineSpec, RouterSettings, parse_engine
+from .status import StatusError, show_status
 
 app = typer.Typer(
     add_completion=False,
@@ -124,6 +127,13 @@ def serve(
     ] = None,
     connector: Annotated[Connector | None, typer.Option()] = None,
     cluster_key_file: ClusterKeyFile = None,
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="How a line of the log looks.")
+    ] = None,
+    traces: Annotated[
+        bool | None,
+        typer.Option(help="OpenTelemetry spans; needs kvloom[otel]."),
+    ] = None,
 ) -> None:
     """Run the router alone, over engines that run elsewhere.
 
@@ -138,8 +148,11 @@ def serve(
             returns=returns and returns == "on",
             connector=connector and connector.value,
             cluster_key_file=cluster_key_file,
+            log_format=log_format,
+            traces=traces,
         )
         read_cluster_key(settings.cluster_key_file)
+        start_logging(level=settings.log_level, log_format=settings.log_format)
         asyncio.run(serve_router(settings))
 
 
@@ -165,7 +178,7 @@ def _plain_errors() -> Iterator[None]:
     except ValidationError as error:
         wrong = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
         _fail("; ".join(f"{name}: {message}" for name, message in wrong))
-    except (ClusterKeyError, OSError) as error:
+    except (ClusterKeyError, TracingUnavailableError, OSError) as error:
         _fail(str(error))
 
 
@@ -201,6 +214,41 @@ async def _demo(
             return 130
         except (ClusterError, ModelUnavailableError, DemoError, OSError) as error:
             say_error(console, str(error))
+            return 1
+    return 0
+
+
+@app.command()
+def status(
+    url: Annotated[
+        str, typer.Option(help="The router's address.", envvar="KVLOOM_URL")
+    ] = "http://127.0.0.1:8000",
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="An admin key, where the router asks for one.",
+            envvar="KVLOOM_ADMIN_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
+) -> None:
+    """Show a running router: whether reuse works, its engines, its last decisions."""
+    sys.exit(asyncio.run(_status(url, key, is_watching=watch)))
+
+
+async def _status(url: str, key: str | None, *, is_watching: bool) -> int:
+    console = Console()
+    with StopSignal() as stop:
+        task = asyncio.create_task(
+            show_status(console, url, key=key, is_watching=is_watching)
+        )
+        try:
+            await until_stopped(stop, task)
+        except StoppedError:
+            return 0
+        except StatusError as error:
+            say_error(Console(stderr=True), str(error))
             return 1
     return 0
 

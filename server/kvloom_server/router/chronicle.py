@@ -86,7 +86,14 @@ class Chronicle:
             overhead_s=overhead_s,
             total_s=total_s,
             retries=job.num_retries,
+            lease_tokens=job.plan.lease.num_tokens if job.plan.lease else None,
+            history_tokens=self._history_of(job),
         )
+
+    def _history_of(self, job: Job) -> int | None:
+        tag = _tag(job)
+        last = self.receipts.last_of(tag) if tag is not None else None
+        return last.report.prompt_tokens if last is not None else None
 
 
 class _Line:
@@ -100,7 +107,7 @@ class _Line:
         report = receipt.report.encode().replace("; ", " ")
         pairs = {
             "turn": receipt.turn,
-            "conversation": (receipt.conversation or "-")[:8],
+            "conversation": receipt.conversation or "-",
             "outcome": receipt.outcome,
             "ttft_ms": _ms(receipt.ttft_s),
             "prefill_ms": _ms(receipt.prefill_s),

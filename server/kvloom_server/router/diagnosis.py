@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from kvloom.protocol import Reason
-
 from .history import Bucket
-from .reasons import MEANINGS, Bearing
+from .reasons import MEANINGS, Bearing, Cause
 
 FEW: Final = 0.05
 """Up to this share of turns may miss, and reuse still works."""
@@ -29,10 +27,10 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class Finding:
     """Why turns had their history computed again."""
 
-    reason: Reason
+    cause: Cause
     turns: int
     text: str
     advice: str
@@ -44,7 +42,7 @@ class Diagnosis:
 
     verdict: Verdict
     headline: str
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[Finding, ...] = ()
     """Most frequent first."""
     turns: int = 0
     failed: int = 0
@@ -94,18 +92,17 @@ def _headline(verdict: Verdict, *, reused: int, missed: int) -> str:
     }[verdict]
 
 
-def _causes(total: Bucket) -> tuple[Cause, ...]:
+def _causes(total: Bucket) -> tuple[Finding, ...]:
     return tuple(
-        Cause(reason=reason, turns=count, text=_text(reason), advice=_advice(reason))
-        for reason, count in total.missed.most_common(MAX_CAUSES)
+        _finding(cause, count) for cause, count in total.missed.most_common(MAX_CAUSES)
     )
 
 
-def _text(reason: Reason) -> str:
-    known = MEANINGS.get(reason)
-    return known.text if known else reason.replace("_", " ").capitalize() + "."
-
-
-def _advice(reason: Reason) -> str:
-    known = MEANINGS.get(reason)
-    return known.advice if known else ""
+def _finding(cause: Cause, turns: int) -> Finding:
+    known = MEANINGS.get(cause)
+    return Finding(
+        cause=cause,
+        turns=turns,
+        text=known.text if known else cause.replace("_", " ").capitalize() + ".",
+        advice=known.advice if known else "",
+    )

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvloom.protocol import Reason
-
-from .reasons import Bearing, meaning_of
+from .reasons import Bearing, Cause, meaning_of
 from .receipts import Receipt
 
 BUCKET_S: Final = 10
@@ -27,7 +25,7 @@ class Bucket:
     returned_tokens: int = 0
     computed_tokens: int = 0
     bearings: Counter[Bearing] = field(default_factory=Counter)
-    missed: Counter[Reason] = field(default_factory=Counter)
+    missed: Counter[Cause] = field(default_factory=Counter)
     """Turns whose history was computed again, by why."""
 
     @property
@@ -38,14 +36,16 @@ class Bucket:
         """Count one turn."""
         report = receipt.report
         self.turns += 1
-        self.failed += receipt.outcome not in _FINE
+        self.failed += not receipt.is_answered
         self.local_tokens += report.local_tokens or 0
         self.returned_tokens += report.returned_tokens or 0
         self.computed_tokens += report.computed_tokens or 0
-        bearing = meaning_of(report).bearing
-        self.bearings[bearing] += 1
-        if bearing is Bearing.MISSED:
-            self.missed[report.reason] += 1
+        meaning = meaning_of(receipt)
+        if receipt.ttft_s is None:
+            return  # nothing came of it: no word on reuse
+        self.bearings[meaning.bearing] += 1
+        if meaning.bearing is Bearing.MISSED:
+            self.missed[meaning.cause] += 1
 
     def join(self, other: "Bucket") -> None:
         """Add another bucket's counts."""
@@ -56,9 +56,6 @@ class Bucket:
         self.computed_tokens += other.computed_tokens
         self.bearings += other.bearings
         self.missed += other.missed
-
-
-_FINE: Final = frozenset({"ok", "client_gone"})
 
 
 class History:

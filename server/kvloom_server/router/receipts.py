@@ -10,6 +10,8 @@ from typing import Final
 
 from kvloom.protocol import PlanReport
 
+ANSWERED: Final = frozenset({"ok", "client_gone"})
+"""Outcomes that are nobody's failure."""
 MAX_RECENT: Final = 256
 MAX_CONVERSATIONS: Final = 256
 MAX_TURNS: Final = 32
@@ -45,6 +47,11 @@ class Receipt:
     total_s: float = 0.0
     retries: int = 0
     """Engines that were tried and did not answer."""
+    lease_tokens: int | None = None
+    """What the lease that the plan named holds."""
+    history_tokens: int | None = None
+    """The prompt of the conversation's turn before: so much of this one, or all
+    of it, could have been reused."""
 
     @property
     def reused_tokens(self) -> int | None:
@@ -53,6 +60,11 @@ class Receipt:
         if local is None and returned is None:
             return None
         return (local or 0) + (returned or 0)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its client got what it waited for, or left."""
+        return self.outcome in ANSWERED
 
 
 class Receipts:
@@ -110,6 +122,11 @@ class Receipts:
     def of(self, conversation: str) -> list[Receipt]:
         """The last turns of one conversation, by its tag, oldest first."""
         return list(self._lanes.get(conversation, ()))
+
+    def last_of(self, conversation: str) -> Receipt | None:
+        """The last turn of one conversation, by its tag."""
+        lane = self._lanes.get(conversation)
+        return lane[-1] if lane else None
 
     def lanes(self, limit: int) -> list[tuple[str, list[Receipt]]]:
         """The conversations that spoke last, the last one first."""

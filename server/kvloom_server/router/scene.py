@@ -5,6 +5,7 @@ whole state is one :class:`Seen`, so that a slow one costs nothing: it gets
 everything that happened meanwhile at once, or a new snapshot.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .engines import Engine, Engines
 from .feed import Feeds
 from .history import Bucket
 from .memory import MemoryPoll, split
-from .reasons import MEANINGS, Bearing, meaning_of
+from .reasons import Bearing, meaning_of
 from .receipts import Receipt
 
 MAX_LANES: Final = 24
@@ -72,7 +73,6 @@ class Scene:
             "began": self._began_unix,
             "window_s": history.window_s,
             "bucket_s": history.bucket_s,
-            "reasons": {reason: each.text for reason, each in MEANINGS.items()},
             "receipts": list(map(as_json, receipts.recent()[-MAX_DECISIONS:])),
             "lanes": [
                 {"conversation": tag, "turns": list(map(as_json, turns))}
@@ -116,7 +116,9 @@ class Scene:
                 }
                 for lease in leases
             ],
-            "turns": [as_json(each) | _explained(each) for each in reversed(turns)],
+            "turns": [
+                as_json(each) | {"advice": _advice(each)} for each in reversed(turns)
+            ],
         }
 
     def _state(self) -> Json:
@@ -166,7 +168,7 @@ class Scene:
 
 def as_json(receipt: Receipt) -> Json:
     """One receipt, flat."""
-    report = receipt.report
+    report, meaning = receipt.report, meaning_of(receipt)
     return {
         "number": receipt.number,
         "at": receipt.at_unix,
@@ -177,7 +179,8 @@ def as_json(receipt: Receipt) -> Json:
         "outcome": receipt.outcome,
         "plan": report.plan,
         "reason": report.reason,
-        "bearing": meaning_of(report).bearing,
+        "bearing": meaning.bearing,
+        "why": meaning.text,
         "prefill": report.prefill,
         "decode": report.decode,
         "prompt_tokens": report.prompt_tokens,
@@ -190,12 +193,14 @@ def as_json(receipt: Receipt) -> Json:
         "overhead_s": receipt.overhead_s,
         "total_s": receipt.total_s,
         "retries": receipt.retries,
+        "lease_tokens": receipt.lease_tokens,
+        "history_tokens": receipt.history_tokens,
     }
 
 
-def _explained(receipt: Receipt) -> Json:
-    meaning = meaning_of(receipt.report)
-    return {"why": meaning.text, "advice": meaning.advice}
+def _advice(receipt: Receipt) -> str:
+    meaning = meaning_of(receipt)
+    return meaning.advice if meaning.bearing is Bearing.MISSED else ""
 
 
 def _summary(turns: Sequence[Receipt]) -> str:
@@ -207,7 +212,7 @@ def _summary(turns: Sequence[Receipt]) -> str:
         amount = "how much was reused is not known"
     else:
         amount = f"{reused} of {prompt} prompt tokens reused"
-    return f"Last turn: {amount}. {meaning_of(last.report).text}"
+    return f"Last turn: {amount}. {meaning_of(last).text}"
 
 
 def _bucket(bucket: Bucket) -> Json:
@@ -221,13 +226,11 @@ def _bucket(bucket: Bucket) -> Json:
 
 
 def _ttft(receipts: Iterable[Receipt]) -> Json:
-    """Medians over the recent turns, by whether they started from the cache."""
-    groups: dict[str, list[float]] = {"reused": [], "computed": []}
-    for each in receipts:
-        if each.ttft_s is not None:
-            is_reused = meaning_of(each.report).bearing is Bearing.REUSED
-            groups["reused" if is_reused else "computed"].append(each.ttft_s)
+    """Time to first token over the recent turns, seconds."""
+    times = sorted(each.ttft_s for each in receipts if each.ttft_s is not None)
+    if not times:
+        return {"median": None, "p95": None}
     return {
-        name: statistics.median(times) if times else None
-        for name, times in groups.items()
+        "median": statistics.median(times),
+        "p95": times[math.ceil(0.95 * len(times)) - 1],
     }

@@ -24,7 +24,6 @@ _OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
 }
-_FINE: Final = frozenset({"ok", "client_gone"})
 
 
 class TracingUnavailableError(RuntimeError):
@@ -174,7 +173,7 @@ class _OtelTurn:
         self._span.set_attributes(
             {"gen_ai.operation.name": operation} | _attributes(receipt)
         )
-        if receipt.outcome not in _FINE:
+        if not receipt.is_answered:
             _mark_failed(self._span, receipt.outcome)
         self._span.end()
 
