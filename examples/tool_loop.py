@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -271,9 +272,14 @@ def main() -> int:
         console.print(f"playing with prefill's cache {cache}: returns off, then on …")
         off: list[list[Turn]] = []
         on: list[list[Turn]] = []
-        for _ in range(args.repeats):
-            off.append(play(args, returns="off"))
-            on.append(play(args, returns="lazy"))
+        for number in range(1, args.repeats + 1):
+            for runs, returns in ((off, "off"), (on, "lazy")):
+                began = time.monotonic()
+                runs.append(play(args, returns=returns))
+                console.print(
+                    f"  {number} of {args.repeats}, returns {returns}: "
+                    f"{len(runs[-1])} turns in {time.monotonic() - began:.0f} s"
+                )
         answers += [[turn.output for turn in run] for run in off + on]
         cases.append({"prefill_cache": cache, "turns": rows(off, on)})
         show(console, f"prefill's own cache {cache}", cases[-1]["turns"])

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from kvloom.protocol import ClusterKeyError
 
+from .cli_hosts import engine_args
 from .cluster.checks import read_cluster_key
 from .cluster.console import say_error
 from .cluster.doctor import Finding, examine
@@ -26,8 +27,8 @@ from .cluster.stop import StoppedError, StopSignal, until_stopped
 from .cluster.up import UpSettings
 from .cluster.verdict import judge
 from .demo import DemoError, run_demo
-from .router import serve as serve_router
 from .logs import LogFormat, start_logging
+from .router import serve as serve_router
 from .router.tracing import TracingUnavailableError
 from .settings import EngineSpec, RouterSettings, parse_engine
 from .status import StatusError, show_status
@@ -299,3 +300,6 @@ def _report(findings: Iterable[Finding]) -> int:
             console.print(f"       {escape(finding.cure)}", highlight=False)
             is_fit = is_fit and not finding.is_needed
     return 0 if is_fit else 1
+
+
+app.command("engine-args")(engine_args)

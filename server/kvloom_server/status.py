@@ -94,7 +94,7 @@ def _verdict(scene: Json, url: str) -> RenderableType:
     found, ttft = scene["diagnosis"], scene["ttft"]
     colour = _COLOURS.get(Verdict(found["verdict"]), "default")
     ratio = found["reuse_ratio"]
-    share = "–" if ratio is None else f"{ratio:.0%}"
+    share = "-" if ratio is None else f"{ratio:.0%}"
     lines = [
         Text.assemble(
             (share, f"bold {colour}"),
@@ -104,7 +104,7 @@ def _verdict(scene: Json, url: str) -> RenderableType:
         Text(found["headline"], style=colour),
     ]
     for cause in found["causes"]:
-        lines.append(Text(f"  {cause['turns']} × {cause['text']}"))
+        lines.append(Text(f"  {cause['turns']} turns: {cause['text']}"))
         if cause["advice"]:
             lines.append(Text(f"      {cause['advice']}", style="dim"))
     numbers = (
@@ -210,10 +210,10 @@ def _reuse(turn: Json) -> str:
 
 
 def _short(tag: str | None) -> str:
-    return "–" if tag is None else f"{tag[:4]}·{tag[4:8]}"
+    return "-" if tag is None else f"{tag[:4]}·{tag[4:8]}"
 
 
 def _time(seconds: float | None) -> str:
     if seconds is None:
-        return "–"
+        return "-"
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

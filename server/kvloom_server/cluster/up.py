@@ -18,7 +18,7 @@ from kvloom_server.settings import EngineSpec, RouterSettings
 
 from . import model as bundled
 from .checks import check_model, read_cluster_key
-from .console import StartDisplay
+from .console import StartDisplay, still
 from .engine_args import (
     Connector,
     Device,
@@ -134,7 +134,8 @@ async def local_cluster(
             start_timeout_s=settings.start_timeout_s,
             on_up=bar,
         )
-        await cluster.start()
+        async with still(console, "engines load"):
+            await cluster.start()
     try:
         # The engines know best: a passed-through flag may have renamed it.
         model = await cluster.while_all_run(served_model(slots[0].url))
