@@ -115,12 +115,14 @@ async def main() -> None:
             prefill=2, decode=2, model=MODEL, num_blocks=2600, claim_wait_s=5.0
         ) as cluster,
         SlowStage(cluster, {}) as stage,
-        asyncio.TaskGroup() as group,
         browser() as chromium,
     ):
-        for i in range(9):
-            turns = dice.randint(8, 40)
-            group.create_task(agent(stage, f"agent-{i:04d}", turns, dice))
+        agents = [
+            asyncio.create_task(
+                agent(stage, f"agent-{i:04d}", dice.randint(8, 40), dice)
+            )
+            for i in range(9)
+        ]
         await asyncio.sleep(9)
         for suffix, width in SIZES.items():
             for scheme in ("light", "dark"):
@@ -138,6 +140,9 @@ async def main() -> None:
                         full_page=True,
                         animations="disabled",
                     )
+        for one in agents:
+            one.cancel()
+        await asyncio.gather(*agents, return_exceptions=True)
 
 
 if __name__ == "__main__":
