@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvloom.protocol import PlanKind, PlanReport, Reason
 from kvloom_server.router.diagnosis import Verdict, diagnose
-from kvloom_server.router.history import History
+from kvloom_server.router.trend import Trend
 from kvloom_server.router.reasons import (
     MEANINGS,
     Bearing,
@@ -135,28 +135,28 @@ def test_a_turn_is_judged_by_its_tokens_first(said, options, bearing, cause):
 
 def test_history_covers_its_window_and_no_more():
     """Old turns leave by time, and the buckets are few."""
-    history = History(bucket_s=10, num_buckets=3)
+    trend = Trend(bucket_s=10, num_buckets=3)
     for i in range(10):
-        history.add(receipt(i), now=1000.0 + 10 * i)
-    assert [b.start_unix for b in history.buckets(1095.0)] == [1070, 1080, 1090]
-    assert history.total(1095.0).turns == 3
-    assert history.total(1121.0).turns == 1
-    assert history.total(2000.0).turns == 0
+        trend.add(receipt(i), now=1000.0 + 10 * i)
+    assert [b.start_unix for b in trend.buckets(1095.0)] == [1070, 1080, 1090]
+    assert trend.total(1095.0).turns == 3
+    assert trend.total(1121.0).turns == 1
+    assert trend.total(2000.0).turns == 0
 
 
 def test_a_clock_that_was_set_back_loses_no_turn():
     """They count into the newest stretch."""
-    history = History(bucket_s=10, num_buckets=3)
-    history.add(receipt(0), now=1000.0)
-    history.add(receipt(1), now=900.0)
-    assert history.total(1001.0).turns == 2
+    trend = Trend(bucket_s=10, num_buckets=3)
+    trend.add(receipt(0), now=1000.0)
+    trend.add(receipt(1), now=900.0)
+    assert trend.total(1001.0).turns == 2
 
 
 def diagnosed(*said, **options):
-    history = History()
+    trend = Trend()
     for number, one in enumerate(said):
-        history.add(receipt(number, said=one, **options), now=1000.0)
-    return diagnose(history.total(1000.0))
+        trend.add(receipt(number, said=one, **options), now=1000.0)
+    return diagnose(trend.total(1000.0))
 
 
 def test_the_verdict_says_whether_reuse_works_and_why_not():

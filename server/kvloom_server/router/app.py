@@ -112,9 +112,10 @@ class RouterApp:
         return path if path in self._routes else "other"
 
     def _handler(self, method: str, path: str) -> Handler:
-        if _is_operators(path):
-            return self._operator.handler(method, path)
         if path not in self._routes:
+            operator = self._operator.handler(method, path)
+            if operator is not None:
+                return operator
             raise BadRequestError(
                 f"There is no {path} here: this router serves "
                 f"{', '.join(self._routes)}",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from .history import History
+from .trend import Trend
 from .job import Job
 from .receipts import Receipt, Receipts
 from .tracing import Traces
@@ -39,7 +39,7 @@ class Chronicle:
         wall_clock: Callable[[], float],
     ) -> None:
         self.receipts = Receipts()
-        self.history = History()
+        self.trend = Trend()
         self._traces = traces
         self._clock = clock
         self._wall_clock = wall_clock
@@ -58,7 +58,7 @@ class Chronicle:
         now = self._wall_clock()
         receipt = self._receipt(job, outcome, now)
         self.receipts.add(receipt)
-        self.history.add(receipt, now)
+        self.trend.add(receipt, now)
         job.trace.end(receipt)
         log.info("%s", _Line(receipt))
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from .history import Bucket
+from .trend import Bucket
 from .reasons import MEANINGS, Bearing, Cause
 
 FEW: Final = 0.05

@@ -37,8 +37,7 @@ class Exchange:
         self._send = send
         self._gone: asyncio.Task[None] | None = None
         self.path: str = scope["path"]
-        """Decoded."""
-        self.query: bytes = scope.get("query_string", b"")
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.headers: dict[str, str] = {
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]

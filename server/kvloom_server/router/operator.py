@@ -48,30 +48,25 @@ class Operator:
         self._is_stopping = False
         self._page = _Page()
         self._routes: dict[str, Handler] = {
-            "": self._redirect,
+            "": self._show_page,
             "/": self._show_page,
             "/events": self._events,
             "/snapshot": self._snapshot,
         }
 
-    def handler(self, method: str, path: str) -> Handler:
-        """Who answers.
+    def handler(self, method: str, path: str) -> Handler | None:
+        """Who answers; ``None`` when nobody here does.
 
         Raises:
-            BadRequestError: there is no such path, or it only takes GET.
+            BadRequestError: the path is ours, and only takes GET.
         """
         inner = path.removeprefix(ROOT)
+        if inner == path:
+            return None
         handler = self._routes.get(inner)
         if handler is None and inner.startswith(_EXPLAIN):
             handler = self._explain
-        if handler is None:
-            raise BadRequestError(
-                f"There is no {path} here: {ROOT}/ is the operator's page, "
-                f"{ROOT}/explain/CONVERSATION says what became of one",
-                code="unknown_path",
-                status=404,
-            )
-        if method not in ("GET", "HEAD"):
+        if handler is not None and method not in ("GET", "HEAD"):
             raise BadRequestError(
                 f"{path} takes GET, not {method}", code="method_not_allowed", status=405
             )
@@ -84,11 +79,6 @@ class Operator:
     async def close(self) -> None:
         """Stop asking engines."""
         await self._scene.memory.close()
-
-    async def _redirect(self, client: Exchange) -> str:
-        # Relative, so that a proxy may serve it under another prefix.
-        await client.reply(307, (("location", "kvloom/"),), b"")
-        return "ok"
 
     async def _show_page(self, client: Exchange) -> str:
         await client.reply(200, self._page.headers, self._page.body)
@@ -117,9 +107,9 @@ class Operator:
             status=404,
         )
 
-    def _tags(self, asked: str, query: bytes) -> list[str]:
+    def _tags(self, asked: str, query: str) -> list[str]:
         """The tags that may be meant."""
-        given = parse_qs(query.decode("latin-1"))
+        given = parse_qs(query)
         tenant = given.get("tenant", [""])[0]
         served = (m for engine in self._engines for m in engine.models)
         recent = (r.model for r in reversed(self._chronicle.receipts.recent()))

@@ -18,7 +18,7 @@ from .diagnosis import diagnose
 from .directory import Directory
 from .engines import Engine, Engines
 from .feed import Feeds
-from .history import Bucket
+from .trend import Bucket
 from .memory import MemoryPoll, split
 from .reasons import Bearing, meaning_of
 from .receipts import Receipt
@@ -67,12 +67,12 @@ class Scene:
         if seen is not None:
             seen.num_receipts = receipts.num_added
             seen.state = msgspec.json.encode(state)
-        history = chronicle.history
+        trend = chronicle.trend
         whole = {
             "now": self._clock(),
             "began": self._began_unix,
-            "window_s": history.window_s,
-            "bucket_s": history.bucket_s,
+            "window_s": trend.window_s,
+            "bucket_s": trend.bucket_s,
             "receipts": list(map(as_json, receipts.recent()[-MAX_DECISIONS:])),
             "lanes": [
                 {"conversation": tag, "turns": list(map(as_json, turns))}
@@ -124,7 +124,7 @@ class Scene:
     def _state(self) -> Json:
         """What changes other than by a turn's end."""
         now = self._clock()
-        history = self._chronicle.history
+        trend = self._chronicle.trend
         return {
             "engines": self._engine_rows(),
             "conversations": len(self._directory),
@@ -132,9 +132,9 @@ class Scene:
                 {"conversation": each.conversation, "began": each.began_unix}
                 for each in self._chronicle.underway()
             ],
-            "diagnosis": msgspec.to_builtins(diagnose(history.total(now))),
+            "diagnosis": msgspec.to_builtins(diagnose(trend.total(now))),
             "ttft": _ttft(self._chronicle.receipts.recent()),
-            "buckets": list(map(_bucket, history.buckets(now))),
+            "buckets": list(map(_bucket, trend.buckets(now))),
         }
 
     def _engine_rows(self) -> list[Json]:

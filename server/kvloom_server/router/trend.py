@@ -58,7 +58,7 @@ class Bucket:
         self.missed += other.missed
 
 
-class History:
+class Trend:
     """The last ``num_buckets`` stretches of ``bucket_s`` seconds."""
 
     def __init__(
