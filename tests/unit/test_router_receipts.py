@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from kvloom.protocol import PlanKind, PlanReport, Reason
 from kvloom_server.router.diagnosis import Verdict, diagnose
-from kvloom_server.router.trend import Trend
 from kvloom_server.router.reasons import (
     MEANINGS,
     Bearing,
@@ -16,6 +15,7 @@ from kvloom_server.router.reasons import (
     meaning_of,
 )
 from kvloom_server.router.receipts import Receipt, Receipts
+from kvloom_server.router.trend import Trend
 
 
 def report(reason=Reason.LEASE_HELD, *, prompt=1000, returned=900, local=0):

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from .trend import Trend
 from .job import Job
 from .receipts import Receipt, Receipts
 from .tracing import Traces
+from .trend import Trend
 
 log = logging.getLogger(__name__)
 

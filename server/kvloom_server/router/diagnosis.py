@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from .trend import Bucket
 from .reasons import MEANINGS, Bearing, Cause
+from .trend import Bucket
 
 FEW: Final = 0.05
 """Up to this share of turns may miss, and reuse still works."""

@@ -18,10 +18,10 @@ from .diagnosis import diagnose
 from .directory import Directory
 from .engines import Engine, Engines
 from .feed import Feeds
-from .trend import Bucket
 from .memory import MemoryPoll, split
 from .reasons import Bearing, meaning_of
 from .receipts import Receipt
+from .trend import Bucket
 
 MAX_LANES: Final = 24
 MAX_DECISIONS: Final = 60
