@@ -30,7 +30,11 @@ from kvloom_server.router.upstream import (  # noqa: E402
 )
 
 COMPUTE_S, MOVE_S = 0.0004, 0.00002
-SIZES = {"": 1280, "-phone": 390}
+PICTURES = {
+    "page-light": (1280, "light"),
+    "page-dark": (1280, "dark"),
+    "page-phone": (390, "light"),
+}
 SYSTEM = "You are the travel desk of a small company. Be brief. "
 
 
@@ -124,22 +128,15 @@ async def main() -> None:
             for i in range(9)
         ]
         await asyncio.sleep(9)
-        for suffix, width in SIZES.items():
-            for scheme in ("light", "dark"):
-                async with visiting(
-                    chromium,
-                    stage.router.url,
-                    width=width,
-                    color_scheme=scheme,
-                    device_scale_factor=1.5,
-                ) as visit:
-                    await visit.page.wait_for_selector(".lane")
-                    await visit.page.wait_for_timeout(1500)
-                    await visit.page.screenshot(
-                        path=DOCS / f"page{suffix}-{scheme}.png",
-                        full_page=True,
-                        animations="disabled",
-                    )
+        for name, (width, scheme) in PICTURES.items():
+            async with visiting(
+                chromium, stage.router.url, width=width, color_scheme=scheme
+            ) as visit:
+                await visit.page.wait_for_selector(".lane")
+                await visit.page.wait_for_timeout(1500)
+                await visit.page.screenshot(
+                    path=DOCS / f"{name}.png", full_page=True, animations="disabled"
+                )
         for one in agents:
             one.cancel()
         await asyncio.gather(*agents, return_exceptions=True)

@@ -1,8 +1,9 @@
 """``kvloom engine-args``: what it prints starts an engine that fits the others."""
 
-import argparse
 import json
 import shlex
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -76,17 +77,27 @@ def test_the_connector_and_the_router_take_what_is_printed(engine):
     assert ("FI_PROVIDER" in environment) == (engine.backend is Backend.LIBFABRIC)
 
 
+VLLM = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+args = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+extra = args.kv_transfer_config.kv_connector_extra_config
+print(json.dumps([args.host, args.port, args.model, extra["backends"]]))
+"""
+
+
 def test_vllm_itself_knows_the_flags():
     """The command's flags are those of the installed vLLM."""
-    cli_args = pytest.importorskip("vllm.entrypoints.openai.cli_args")
-    utils = pytest.importorskip("vllm.utils.argparse_utils")
-    parser = cli_args.make_arg_parser(utils.FlexibleArgumentParser())
-    assert isinstance(parser, argparse.ArgumentParser)
     engine = HostEngine(role=Role.DECODE, model="m", address="10.0.0.2")
     _, _, _, *flags = engine.command()
-    args = parser.parse_args(flags)
-    assert args.port == 8200
-    assert args.kv_transfer_config.kv_connector_extra_config["backends"] == ["UCX"]
+    done = subprocess.run(
+        [sys.executable, "-c", VLLM, *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told == ["0.0.0.0", 8200, "m", ["UCX"]]
 
 
 def test_the_command_prints_text_for_a_shell_and_json_for_programs():

@@ -10,10 +10,10 @@ from .directory import Directory
 from .engines import Engines
 from .standing import Condition
 
-CONVERSATION_BYTES: Final = 700
+CONVERSATION_BYTES: Final = 250
 """What a conversation without a lease takes in the map, on 64-bit CPython 3.11;
 a test measures it."""
-LEASE_BYTES: Final = 700
+LEASE_BYTES: Final = 350
 """What each of its leases adds."""
 
 
