@@ -87,6 +87,7 @@ _COLOURS: Final = {
     Verdict.WORKING: "green",
     Verdict.PARTLY: "yellow",
     Verdict.FAILING: "red",
+    Verdict.DOWN: "red",
 }
 
 
@@ -121,7 +122,7 @@ def _engines(engines: Iterable[Json]) -> Table:
         colour = {"up": "green", "resting": "yellow"}.get(engine["state"], "red")
         is_decode = engine["role"] == "decode"
         table.add_row(
-            f"{engine['name']} {engine['role']}",
+            Text(f"{engine['name']} {engine['role']}"),
             Text(engine["state"], style=colour),
             _memory_bar(engine["memory"]),
             Text(_memory_text(engine["memory"], is_decode=is_decode), style="dim"),
@@ -187,8 +188,8 @@ def _decisions(receipts: list[Json]) -> Table:
         table.add_row(
             Text(turn["plan"], style=_SHADES.get(turn["bearing"], "default")),
             _short(turn["conversation"]),
-            f"no whole answer: {turn['outcome']}" if failed else turn["why"],
-            " → ".join(engines),
+            Text(f"no whole answer: {turn['outcome']}" if failed else turn["why"]),
+            Text(" → ".join(engines)),
             _reuse(turn),
             _time(turn["ttft_s"]),
         )

@@ -19,7 +19,8 @@ from e2e.test_router_stage import (
 )
 
 from kvloom.protocol import Reason
-from kvloom_server.router.operator import MAX_WATCHERS
+from kvloom_server.router.exchange import Exchange
+from kvloom_server.router.operator import MAX_WATCHERS, Operator
 
 pytestmark = pytest.mark.anyio
 
@@ -95,11 +96,7 @@ async def test_the_router_says_why_a_turn_was_computed_again() -> None:
     """A lease that decode gave up shows as the reason, with advice."""
     async with staged() as stage:
         first = await stage.turn(opening())
-        engine = stage.cluster.decode[0].engine
-        for record in engine.leases.book.records():
-            await stage.cluster.decode[0].engine.restart()
-            assert record.lease_id not in engine.leases.book
-        await stage.until(d0="up")
+        await stage.cluster.decode[0].engine.restart()
         stage.cluster.prefill[0].engine.lose_cache()
         while True:
             found = (await get(stage, "/snapshot")).json()
@@ -205,6 +202,52 @@ async def test_a_watcher_does_not_hold_up_the_routers_end() -> None:
         assert [kind async for kind, _ in events if kind == "snapshot"] == []
 
 
+class Still:
+    """A scene in which nothing happens."""
+
+    @property
+    def memory(self) -> "Still":
+        return self
+
+    def touch(self) -> None:
+        pass
+
+    def snapshot(self, _seen: Any) -> bytes:
+        return b"{}"
+
+
+async def test_a_watcher_that_reads_nothing_is_dropped() -> None:
+    """And nothing gathers for it meanwhile; its place is free again."""
+    scene: Any = Still()
+    operator = Operator(scene=scene, engines=scene, chronicle=scene, send_s=0.01)
+    never, sent = asyncio.Event(), list[str]()
+
+    async def receive() -> Any:
+        await never.wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if message["type"] == "http.response.body":
+            await never.wait()
+
+    handler = operator.handler("GET", "/kvloom/events")
+    assert handler is not None
+    for _ in range(MAX_WATCHERS + 1):
+        client = Exchange({"path": "/kvloom/events", "headers": []}, receive, send)
+        assert await handler(client) == "slow_reader"
+    assert sent.count("http.response.body") == MAX_WATCHERS + 1
+
+
+async def test_turns_that_nobody_can_begin_show() -> None:
+    """A cluster without engines is not one where all is quiet."""
+    async with staged() as stage:
+        await stage.cluster.decode[0].kill()
+        await stage.until(d0="down")
+        assert (await stage.post({"messages": opening()})).status_code == 503
+        found = (await get(stage, "/snapshot")).json()["diagnosis"]
+        assert (found["verdict"], found["failed"]) == ("down", 1)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -212,6 +255,7 @@ async def test_a_watcher_does_not_hold_up_the_routers_end() -> None:
         ("GET", "-page", 404),
         ("POST", "/snapshot", 405),
         ("DELETE", "/", 405),
+        ("HEAD", "/events", 405),
     ],
 )
 async def test_what_is_not_there_is_an_error_with_the_way(
@@ -221,7 +265,7 @@ async def test_what_is_not_there_is_an_error_with_the_way(
     async with staged() as stage:
         answer = await stage.http.request(method, f"{stage.router.url}/kvloom{path}")
         assert answer.status_code == status
-        assert answer.json()["error"]["message"]
+        assert method == "HEAD" or answer.json()["error"]["message"]
 
 
 async def test_the_page_lets_nothing_else_run() -> None:

@@ -69,7 +69,7 @@ def test_each_engine_is_in_one_state():
     directory = Directory(max_conversations=COUNT, idle_s=1e9)
     filled(directory, with_leases=True)
     registry = CollectorRegistry()
-    registry.register(Census(engines, directory, queue_depth=lambda: 7))
+    registry.register(Census(engines, directory))
     page = generate_latest(registry).decode()
     for name, role in (("p0", "prefill"), ("d0", "decode"), ("d1", "decode")):
         start = f'kvloom_upstream_state{{engine="{name}",role="{role}",'
@@ -78,5 +78,4 @@ def test_each_engine_is_in_one_state():
         assert values.count("1.0") == 1
     assert f'kvloom_leases{{engine="d0"}} {float(COUNT)}' in page
     assert 'kvloom_leases{engine="d1"} 0.0' in page
-    assert "kvloom_queue_depth 7.0" in page
     assert f"kvloom_conversations {float(COUNT)}" in page

@@ -181,6 +181,13 @@ def test_failed_turns_are_counted_and_say_nothing_of_reuse():
     """A cluster that is down is not one that does not reuse."""
     found = diagnosed(GONE, outcome="no_engine", ttft_s=None)
     assert (found.turns, found.failed, found.missed_turns) == (1, 1, 0)
+    assert found.verdict is Verdict.DOWN
+    trend = Trend()
+    trend.refuse(1000.0)
+    trend.add(receipt(0), 1000.0)
+    part = diagnose(trend.total(1000.0))
+    assert part.verdict is Verdict.WORKING
+    assert "1 of 2 turns got no whole answer" in part.headline
     gone = diagnosed(report(), outcome="client_gone")
     assert (gone.failed, gone.reused_turns) == (0, 1)
 

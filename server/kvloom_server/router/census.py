@@ -1,6 +1,6 @@
 """Gauges that are read off the router's state when somebody asks for them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -29,19 +29,11 @@ class Census(Collector):
     Args:
         engines: whose state is shown.
         directory: whose size is shown.
-        queue_depth: how many requests wait for their turn.
     """
 
-    def __init__(
-        self,
-        engines: Engines,
-        directory: Directory,
-        *,
-        queue_depth: Callable[[], int] = lambda: 0,
-    ) -> None:
+    def __init__(self, engines: Engines, directory: Directory) -> None:
         self._engines = engines
         self._directory = directory
-        self._queue_depth = queue_depth
 
     def collect(self) -> Iterator[Metric]:
         directory = self._directory
@@ -52,11 +44,6 @@ class Census(Collector):
             "kvloom_conversation_bytes",
             "About how much memory the map takes.",
             value=size_bytes(directory),
-        )
-        yield GaugeMetricFamily(
-            "kvloom_queue_depth",
-            "Requests that wait for their turn.",
-            value=self._queue_depth(),
         )
         yield from self._of_engines()
 

@@ -62,6 +62,10 @@ class Chronicle:
         job.trace.end(receipt)
         log.info("%s", _Line(receipt))
 
+    def refused(self) -> None:
+        """A turn could not begin: no engine may have it."""
+        self.trend.refuse(self._wall_clock())
+
     def underway(self) -> list[Underway]:
         """The turns that have begun and not ended, oldest first."""
         return list(self._underway.values())

@@ -19,6 +19,8 @@ class Verdict(StrEnum):
 
     QUIET = "quiet"
     """No turns."""
+    DOWN = "down"
+    """Turns, none of which got an answer."""
     STARTING = "starting"
     """Turns, none of which had a history."""
     WORKING = "working"
@@ -56,11 +58,14 @@ def diagnose(total: Bucket) -> Diagnosis:
     """Judge what ended in a window."""
     reused = total.bearings[Bearing.REUSED]
     missed = total.bearings[Bearing.MISSED]
-    verdict = _verdict(total.turns, reused=reused, missed=missed)
+    verdict = _verdict(total, reused=reused, missed=missed)
+    headline = _headline(verdict, reused=reused, missed=missed)
+    if total.failed:
+        headline += f" {total.failed} of {total.turns} turns got no whole answer."
     prompt = total.prompt_tokens
     return Diagnosis(
         verdict=verdict,
-        headline=_headline(verdict, reused=reused, missed=missed),
+        headline=headline,
         causes=_causes(total),
         turns=total.turns,
         failed=total.failed,
@@ -70,9 +75,11 @@ def diagnose(total: Bucket) -> Diagnosis:
     )
 
 
-def _verdict(turns: int, *, reused: int, missed: int) -> Verdict:
-    if not turns:
+def _verdict(total: Bucket, *, reused: int, missed: int) -> Verdict:
+    if not total.turns:
         return Verdict.QUIET
+    if total.failed == total.turns:
+        return Verdict.DOWN
     if not reused + missed:
         return Verdict.STARTING
     share = missed / (reused + missed)
@@ -85,6 +92,7 @@ def _headline(verdict: Verdict, *, reused: int, missed: int) -> str:
     of_all = f"{reused} of {reused + missed} turns with a history"
     return {
         Verdict.QUIET: "No turns lately.",
+        Verdict.DOWN: "No turn gets an answer: look at the engines.",
         Verdict.STARTING: "First turns so far: there was no history to reuse yet.",
         Verdict.WORKING: f"Reuse works: {of_all} started from the cache.",
         Verdict.PARTLY: f"Reuse works in part: {of_all} started from the cache.",

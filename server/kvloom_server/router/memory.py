@@ -6,6 +6,7 @@ whether anything is leased.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Final
 
 from .engines import Engine, Engines
 from .upstream import Upstream, UpstreamError, UpstreamRequest, read_all
+
+log = logging.getLogger(__name__)
 
 MAX_AGE_S: Final = 2.0
 """An engine is asked again after this."""
@@ -157,8 +160,10 @@ class MemoryPoll:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
 
-    def _asked(self, _task: asyncio.Task[None]) -> None:
+    def _asked(self, task: asyncio.Task[None]) -> None:
         self._asking = None
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("event=memory_not_read", exc_info=task.exception())
 
     async def _ask_all(self) -> None:
         async with asyncio.TaskGroup() as group:

@@ -91,12 +91,6 @@ class Metrics:
             ("reason",),
             registry=registry,
         )
-        self.queued = Histogram(
-            "kvloom_queue_seconds",
-            "How long requests waited for their turn, where there is a queue.",
-            buckets=_LEG_S,
-            registry=registry,
-        )
 
     def answered(self, report: PlanReport, *, decode_s: float, ttft_s: float) -> None:
         """Count one turn, as it was carried out, at its first byte."""

@@ -29,7 +29,6 @@ TICK_S: Final = 0.5
 BEAT_S: Final = 10.0
 """A silent stream gets a sign of life, so that proxies keep it."""
 SEND_S: Final = 15.0
-"""A watcher that takes nothing for so long is dropped."""
 
 Handler = Callable[[Exchange], Awaitable[str]]
 
@@ -40,7 +39,16 @@ _NO_STORE: Final = ("cache-control", "no-store")
 class Operator:
     """Serves the routes under :data:`ROOT`."""
 
-    def __init__(self, *, scene: Scene, engines: Engines, chronicle: Chronicle) -> None:
+    def __init__(
+        self,
+        *,
+        scene: Scene,
+        engines: Engines,
+        chronicle: Chronicle,
+        send_s: float = SEND_S,
+    ) -> None:
+        """``send_s``: a watcher that takes nothing for so long is dropped."""
+        self._send_s = send_s
         self._scene = scene
         self._engines = engines
         self._chronicle = chronicle
@@ -66,7 +74,7 @@ class Operator:
         handler = self._routes.get(inner)
         if handler is None and inner.startswith(_EXPLAIN):
             handler = self._explain
-        if handler is not None and method not in ("GET", "HEAD"):
+        if handler is not None and method != "GET":
             raise BadRequestError(
                 f"{path} takes GET, not {method}", code="method_not_allowed", status=405
             )
@@ -139,7 +147,7 @@ class Operator:
         headers = (kind, _NO_STORE, ("x-accel-buffering", "no"))
         await client.open_stream(200, headers, farewell=lambda _error: b"")
         async for event in self._events_for(Seen()):
-            async with asyncio.timeout(SEND_S):
+            async with asyncio.timeout(self._send_s):
                 await client.chunk(event)
         await client.end()
 

@@ -23,6 +23,7 @@ from .reasons import Bearing, meaning_of
 from .receipts import Receipt
 from .trend import Bucket
 
+SHARED_S: Final = 0.2
 MAX_LANES: Final = 24
 MAX_DECISIONS: Final = 60
 
@@ -57,6 +58,7 @@ class Scene:
         self._chronicle = chronicle
         self._clock = clock
         self._began_unix = clock()
+        self._shared: tuple[tuple[int, int], Json] = ((-1, 0), {})
         self.memory = memory
 
     def snapshot(self, seen: Seen | None = None) -> bytes:
@@ -88,7 +90,7 @@ class Scene:
         new = self._chronicle.receipts.since(seen.num_receipts)
         if new is None:
             return "snapshot", self.snapshot(seen)
-        state = self._state()
+        state = self._recent_state()
         encoded = msgspec.json.encode(state)
         if not new and encoded == seen.state:
             return None
@@ -120,6 +122,13 @@ class Scene:
                 as_json(each) | {"advice": _advice(each)} for each in reversed(turns)
             ],
         }
+
+    def _recent_state(self) -> Json:
+        """The state, made once for all watchers that ask at about the same time."""
+        key = (self._chronicle.receipts.num_added, int(self._clock() / SHARED_S))
+        if key != self._shared[0]:
+            self._shared = (key, self._state())
+        return self._shared[1]
 
     def _state(self) -> Json:
         """What changes other than by a turn's end."""

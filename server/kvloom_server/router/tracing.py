@@ -6,7 +6,6 @@ else happens. Names of attributes are those of OpenTelemetry's semantic
 conventions for generative AI where there is one.
 """
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -81,14 +80,15 @@ def otel_traces(provider: "TracerProvider | None" = None) -> Traces:
     Raises:
         TracingUnavailableError: the extra ``[otel]`` is not installed.
     """
-    if importlib.util.find_spec("opentelemetry.sdk") is None:
+    try:
+        if provider is None:
+            provider = _of_process()
+        return _OtelTraces(provider.get_tracer("kvloom"))
+    except ImportError:
         raise TracingUnavailableError(
             "traces are on, and OpenTelemetry is not installed: "
             "`pip install 'kvloom[otel]'`, or leave KVLOOM_TRACES out"
-        )
-    if provider is None:
-        provider = _of_process()
-    return _OtelTraces(provider.get_tracer("kvloom"))
+        ) from None
 
 
 def _of_process() -> "TracerProvider":

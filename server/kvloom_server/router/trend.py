@@ -75,11 +75,20 @@ class Trend:
 
     def add(self, receipt: Receipt, now: float) -> None:
         """Count a turn that ends ``now`` (Unix seconds)."""
+        self._newest(now).add(receipt)
+
+    def _newest(self, now: float) -> Bucket:
         start = int(now // self.bucket_s) * self.bucket_s
         # A clock that was set back counts into the newest bucket.
         if not self._buckets or self._buckets[-1].start_unix < start:
             self._buckets.append(Bucket(start_unix=start))
-        self._buckets[-1].add(receipt)
+        return self._buckets[-1]
+
+    def refuse(self, now: float) -> None:
+        """Count a turn that nobody could begin."""
+        bucket = self._newest(now)
+        bucket.turns += 1
+        bucket.failed += 1
 
     def buckets(self, now: float) -> list[Bucket]:
         """Buckets in which a turn ended and that are not over for longer than

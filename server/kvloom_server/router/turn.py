@@ -13,7 +13,7 @@ from .chronicle import Chronicle
 from .decode import DecodeLeg
 from .directory import Directory
 from .engines import Engines
-from .errors import no_engine, unknown_model
+from .errors import UnavailableError, no_engine, unknown_model
 from .exchange import ClientGoneError, Exchange
 from .identity import conversation_tag, new_turn_id
 from .job import EngineAnswerError, Job
@@ -67,7 +67,11 @@ class Conductor:
             EngineAnswerError: an engine refused it; nothing was sent.
             ClientGoneError: the client left; the engines know.
         """
-        job = self.planned(request, client.headers)
+        try:
+            job = self.planned(request, client.headers)
+        except UnavailableError:
+            self._chronicle.refused()
+            raise
         outcome = "failed"
         self._chronicle.began(job)
         try:
