@@ -46,6 +46,11 @@ class Meaning:
     """What an operator can do when it happens often."""
 
 
+_STABLE: Final = (
+    "Keep the beginning of the prompt as it is between turns: no clock in the system "
+    "prompt, tools in the same order, no edited messages."
+)
+
 _MEANINGS: Final = (
     Meaning(
         cause=Reason.FIRST_TURN,
@@ -105,8 +110,7 @@ _MEANINGS: Final = (
         cause=Reason.MISMATCH,
         bearing=Bearing.MISSED,
         text="The history is not the one that decode holds: its beginning changed.",
-        advice="Keep the beginning of the prompt as it is between turns: no clock in "
-        "the system prompt, tools in the same order, no edited messages.",
+        advice=_STABLE,
     ),
     Meaning(
         cause=Reason.CLAIM_REFUSED,
@@ -141,8 +145,7 @@ _MEANINGS: Final = (
         bearing=Bearing.MISSED,
         text="The prompt parts from the last turn early on, so that most of the "
         "history was computed again.",
-        advice="Keep the beginning of the prompt as it is between turns: no clock in "
-        "the system prompt, tools in the same order, no edited messages.",
+        advice=_STABLE,
     ),
 )
 
