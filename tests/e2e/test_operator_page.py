@@ -132,6 +132,9 @@ async def test_the_keyboard_is_enough(chromium: Browser) -> None:
         await expect(why.locator("li")).to_have_count(4)
         await expect(why).to_contain_text("Decode still held the last turn")
         await expect(why).to_contain_text("d0 holds")
+        # Nor where it comes back to.
+        await converse(stage, "conversation-1", 1)
+        await expect(columns(page, 1)).to_have_count(5)
         await page.keyboard.press("Escape")
         await expect(why).not_to_be_visible()
         await expect(lanes.nth(1)).to_be_focused()
