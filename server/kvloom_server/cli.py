@@ -15,6 +15,7 @@ from rich.markup import escape
 from kvloom.protocol import ClusterKeyError
 
 from .addresses import DnsSpec, EngineSpec, parse_engine, parse_member
+from .cli_hosts import engine_args
 from .cluster.checks import read_cluster_key
 from .cluster.console import say_error
 from .cluster.doctor import Finding, examine
@@ -28,9 +29,12 @@ from .cluster.up import UpSettings
 from .cluster.verdict import judge
 from .demo import DemoError, run_demo
 from .keys import KeyFileError
+from .logs import LogFormat, start_logging
 from .router import EnginesFileError
 from .router import serve as serve_router
+from .router.tracing import TracingUnavailableError
 from .settings import Returns, RouterSettings
+from .status import StatusError, show_status
 
 app = typer.Typer(
     add_completion=False,
@@ -167,6 +171,13 @@ def serve(
     request_timeout: Annotated[
         float | None, typer.Option(help="Longest request, seconds; else no bound.")
     ] = None,
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="How a line of the log looks.")
+    ] = None,
+    traces: Annotated[
+        bool | None,
+        typer.Option(help="OpenTelemetry spans; needs kvloom[otel]."),
+    ] = None,
 ) -> None:
     """Run the router alone, over engines that run elsewhere.
 
@@ -190,8 +201,11 @@ def serve(
             upstream_ca_file=upstream_ca_file,
             max_turns_per_engine=max_turns_per_engine,
             request_timeout_s=request_timeout,
+            log_format=log_format,
+            traces=traces,
         )
         read_cluster_key(settings.cluster_key_file)
+        start_logging(level=settings.log_level, log_format=settings.log_format)
         asyncio.run(serve_router(settings))
 
 
@@ -229,7 +243,13 @@ def _plain_errors() -> Iterator[None]:
     except ValidationError as error:
         wrong = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
         _fail("; ".join(f"{name}: {message}" for name, message in wrong))
-    except (ClusterKeyError, KeyFileError, EnginesFileError, OSError) as error:
+    except (
+        ClusterKeyError,
+        KeyFileError,
+        EnginesFileError,
+        TracingUnavailableError,
+        OSError,
+    ) as error:
         _fail(str(error))
 
 
@@ -265,6 +285,41 @@ async def _demo(
             return 130
         except (ClusterError, ModelUnavailableError, DemoError, OSError) as error:
             say_error(console, str(error))
+            return 1
+    return 0
+
+
+@app.command()
+def status(
+    url: Annotated[
+        str, typer.Option(help="The router's address.", envvar="KVLOOM_URL")
+    ] = "http://127.0.0.1:8000",
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="An admin key, where the router asks for one.",
+            envvar="KVLOOM_ADMIN_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
+) -> None:
+    """Show a running router: whether reuse works, its engines, its last decisions."""
+    sys.exit(asyncio.run(_status(url, key, is_watching=watch)))
+
+
+async def _status(url: str, key: str | None, *, is_watching: bool) -> int:
+    console = Console()
+    with StopSignal() as stop:
+        task = asyncio.create_task(
+            show_status(console, url, key=key, is_watching=is_watching)
+        )
+        try:
+            await until_stopped(stop, task)
+        except StoppedError:
+            return 0
+        except StatusError as error:
+            say_error(Console(stderr=True), str(error))
             return 1
     return 0
 
@@ -315,3 +370,6 @@ def _report(findings: Iterable[Finding]) -> int:
             console.print(f"       {escape(finding.cure)}", highlight=False)
             is_fit = is_fit and not finding.is_needed
     return 0 if is_fit else 1
+
+
+app.command("engine-args")(engine_args)

@@ -144,6 +144,11 @@ class RouterSettings(BaseSettings):
     health_timeout_s: float = Field(default=5.0, gt=0)
     shutdown_timeout_s: int = Field(default=30, ge=0)
     """How long open answers may go on after a stop was asked for."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["pairs", "json"] = "pairs"
+    """One line an event: ``key=value`` pairs, or one JSON object."""
+    traces: bool = False
+    """Spans over OTLP, as the ``OTEL_…`` variables say; needs ``kvloom[otel]``."""
     max_conversations: int = Field(default=10_000, ge=1)
     max_map_bytes: int = Field(default=32 * 1024 * 1024, ge=64 * 1024)
     """Memory for what is remembered of conversations."""

@@ -133,12 +133,14 @@ class Stage:
         )
         self._inner = AiohttpUpstream(connect_timeout_s=5.0, idle_timeout_s=60.0)
         self.upstream = TapingUpstream(self._inner)
+        self.options: dict[str, Any] = {}
+        """More for ``build_app``, from the next life of the router on."""
         self.router = self._new_router()
         self.http = httpx.AsyncClient()
         self.client = openai.AsyncOpenAI(base_url="http://unset", api_key="k")
 
     def _new_router(self) -> RouterServer:
-        app = build_app(self.settings, upstream=self.upstream)
+        app = build_app(self.settings, upstream=self.upstream, **self.options)
         return RouterServer(self.settings, app=app)
 
     async def __aenter__(self) -> Self:

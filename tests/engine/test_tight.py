@@ -47,6 +47,8 @@ def tight(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Du
     extra = {
         "kv_recompute_threshold": THRESHOLD,
         "handover_recompute_threshold": THRESHOLD,
+        # A test may do something between a question and its answer.
+        "claim_timeout_s": 4.0,
     }
     with Duo(
         tmp_path_factory.mktemp("tight"),

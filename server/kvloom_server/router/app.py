@@ -42,6 +42,8 @@ from .feed import Feeds
 from .fields import FieldRules
 from .job import EngineAnswerError
 from .metrics import METRICS_CONTENT_TYPE, Metrics
+from .operator import ROOT as OPERATOR_ROOT
+from .operator import Operator
 from .passthrough import PassThrough
 from .paths import METHODS, passes
 from .request import parse_turn
@@ -55,8 +57,9 @@ Handler = Callable[[Exchange], Awaitable[str]]
 
 
 class RouterApp:
-    """Serves OpenAI's and Anthropic's endpoints, ``/health``, ``/metrics`` and
-    ``/openapi.json``; what else is the engines' API passes through."""
+    """Serves OpenAI's and Anthropic's endpoints, ``/health``, ``/metrics``,
+    ``/openapi.json`` and ``/kvloom/…``; what else is the engines' API passes
+    through."""
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class RouterApp:
         admin: AdminApi,
         access: Access,
         metrics: Metrics,
+        operator: Operator,
         running: Callable[[], AbstractAsyncContextManager[None]],
         body_limit_bytes: int,
         client_idle_timeout_s: float,
@@ -82,6 +86,7 @@ class RouterApp:
         self._admin = admin
         self._access = access
         self._metrics = metrics
+        self._operator = operator
         self._rules = FieldRules()
         self._running = running
         self._openapi = openapi
@@ -104,6 +109,10 @@ class RouterApp:
         elif scope["type"] == "http":
             await self._answer(scope, Exchange(scope, receive, send))
 
+    def stopping(self) -> None:
+        """The server stops: end what would never end by itself."""
+        self._operator.stopping()
+
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """For those who run the application without a server."""
@@ -114,6 +123,7 @@ class RouterApp:
         """Take no more turns, and wait for the end of those that are open, at most
         so long. Whoever asks now is told to come back, by name in ``/health``."""
         self._is_stopping = True
+        self.stopping()
         if not self._num_turns:
             return
         with suppress(TimeoutError):
@@ -132,7 +142,7 @@ class RouterApp:
         path = _canonical(scope["path"])
         ending = ending_of(path)
         client.path, client.error_body = path, ending.error_body
-        route = self._route(path)
+        route = self._label(path)
         outcome = "error"
         try:
             let_in(client, self._access.admit(path, client.headers))
@@ -156,8 +166,10 @@ class RouterApp:
         finally:
             self._metrics.requests.labels(route, outcome).inc()
 
-    def _route(self, path: str) -> str:
-        """The path's name in the metrics, of which there are only so many."""
+    def _label(self, path: str) -> str:
+        """The path in the metrics, which are to stay few."""
+        if _is_operators(path):
+            return OPERATOR_ROOT
         if path in self._routes:
             return path
         return "passthrough" if passes(path) else "other"
@@ -168,9 +180,10 @@ class RouterApp:
         elif passes(path):
             methods, handler = METHODS, self._pass_on
         else:
-            admin = self._admin.handler(method, path)
-            if admin is not None:
-                return admin
+            own = self._admin.handler(method, path)
+            own = own or self._operator.handler(method, path)
+            if own is not None:
+                return own
             raise BadRequestError(
                 f"There is no {path} here: this router serves "
                 f"{', '.join(self._routes)}, and what else is part of the "
@@ -257,6 +270,10 @@ async def _cut_off(client: Exchange) -> None:
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()
+
+
+def _is_operators(path: str) -> bool:
+    return path == OPERATOR_ROOT or path.startswith(f"{OPERATOR_ROOT}/")
 
 
 def _canonical(path: str) -> str:

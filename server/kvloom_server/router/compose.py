@@ -21,6 +21,8 @@ from .access import Access, KeyRing, is_loopback
 from .admin import AdminApi
 from .app import RouterApp
 from .background import started, stopped
+from .census import Census
+from .chronicle import Chronicle
 from .decode import DecodeLeg
 from .derive import Chains
 from .directory import Directory, Let
@@ -30,16 +32,20 @@ from .engines import Engines
 from .experience import Experience
 from .feed import PROBE_S, Feeds, Followed
 from .membership import FLAGS, Entry
+from .memory import MemoryPoll
 from .metrics import Metrics
 from .naming import Names
+from .operator import Operator
 from .passthrough import PassThrough
 from .prefill import PrefillLeg
 from .roster import Roster
+from .scene import Scene
 from .seal import Sealer
 from .sources import DnsSource, FileSource, Sources
 from .strays import Strays
 from .tenancy import Tenancy
 from .tls import check_tls
+from .tracing import NoTraces, Traces, otel_traces
 from .turn import Conductor, Limits
 from .upstream import AiohttpUpstream, Upstream
 from .warm import Warmer
@@ -55,6 +61,7 @@ def build_app(
     *,
     upstream: Upstream | None = None,
     registry: CollectorRegistry | None = None,
+    traces: Traces | None = None,
     clock: Callable[[], float] = time.perf_counter,
     wall_clock: Callable[[], float] = time.time,
 ) -> RouterApp:
@@ -65,12 +72,14 @@ def build_app(
         upstream: how engines are reached; by default an aiohttp client that
             lives as long as the application. One that is given is not closed.
         registry: takes the metrics; a new one by default.
+        traces: where spans go; by default as the settings say.
         clock: seconds that never go back, for durations.
         wall_clock: Unix time, for the leases' deadlines.
 
     Raises:
         KeyFileError: a key, or a file of keys or certificates, is of no use.
         EnginesFileError: the engines file is of no use.
+        TracingUnavailableError: traces are on, and OpenTelemetry is missing.
     """
     check_tls(settings)
     own = _aiohttp(settings)
@@ -79,10 +88,12 @@ def build_app(
         settings,
         upstream=reach,
         metrics=Metrics(registry if registry is not None else CollectorRegistry()),
+        traces=traces if traces is not None else _traces(settings),
         clock=clock,
         wall_clock=wall_clock,
     )
     prefill = _prefill(parts)
+    operator = _operator(parts)
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
@@ -98,6 +109,7 @@ def build_app(
             stack.push_async_callback(parts.warmer.close)
             sweeping = started(_sweep(parts), name="kvloom-sweep")
             stack.push_async_callback(stopped, sweeping)
+            stack.push_async_callback(operator.close)
             yield
 
     return RouterApp(
@@ -121,6 +133,7 @@ def build_app(
         ),
         access=_access(settings),
         metrics=parts.metrics,
+        operator=operator,
         running=running,
         body_limit_bytes=settings.body_limit_bytes,
         client_idle_timeout_s=settings.client_idle_timeout_s,
@@ -147,6 +160,7 @@ class _Parts:
     secrets: Sequence[bytes]
     sealer: Sealer
     metrics: Metrics
+    chronicle: Chronicle
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
@@ -156,6 +170,7 @@ def _parts(
     *,
     upstream: Upstream,
     metrics: Metrics,
+    traces: Traces,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
 ) -> _Parts:
@@ -166,7 +181,6 @@ def _parts(
         idle_s=settings.conversation_idle_s,
         max_bytes=settings.max_map_bytes,
     )
-    metrics.watch_conversations(lambda: len(directory))
     engines = Engines(
         upstream=upstream,
         health_interval_s=settings.health_interval_s,
@@ -178,6 +192,7 @@ def _parts(
         api_key=api_key,
         clock=clock,
     )
+    metrics.watch(Census(engines, directory))
     strays = Strays(
         engines=engines, upstream=upstream, api_key=api_key, count=metrics.stray
     )
@@ -222,9 +237,32 @@ def _parts(
         secrets=secrets,
         sealer=Sealer(secrets, cluster=settings.cluster_name),
         metrics=metrics,
+        chronicle=Chronicle(traces=traces, clock=clock, wall_clock=wall_clock),
         clock=clock,
         wall_clock=wall_clock,
     )
+
+
+def _operator(parts: _Parts) -> Operator:
+    memory = MemoryPoll(
+        engines=parts.engines,
+        upstream=parts.upstream,
+        api_key=parts.api_key,
+        clock=parts.wall_clock,
+    )
+    scene = Scene(
+        engines=parts.engines,
+        directory=parts.directory,
+        feeds=parts.feeds,
+        chronicle=parts.chronicle,
+        memory=memory,
+        clock=parts.wall_clock,
+    )
+    return Operator(scene=scene, engines=parts.engines, chronicle=parts.chronicle)
+
+
+def _traces(settings: RouterSettings) -> Traces:
+    return otel_traces() if settings.traces else NoTraces()
 
 
 def _prefill(parts: _Parts) -> PrefillLeg:
@@ -282,6 +320,7 @@ def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
             directory=parts.directory,
             chains=_chains(parts.settings),
         ),
+        chronicle=parts.chronicle,
         mode=parts.settings.return_mode,
         can_return=parts.settings.connector == "kvloom",
         clock=parts.clock,

@@ -115,6 +115,8 @@ class DecodeLeg:
                 if isinstance(error, BrokenError):
                     params, job.is_taken = None, True
             job.tried.append(name)
+            job.num_retries += 1
+            self._metrics.retries.labels("decode").inc()
             job.rename()
             name = self._next(job)
         raise _last_word(refused)
@@ -150,7 +152,6 @@ class DecodeLeg:
             api=job.request.api,
             expected_return_s=self._experience.expected_return_s(job),
         )
-        request = job.leg(engine, body, api_key=self._api_key)
         lease = job.plan.lease
         if (
             job.asks_lease
@@ -160,7 +161,11 @@ class DecodeLeg:
         ):
             self._directory.supersede(job.turn_id, lease)
         began = self._clock()
-        with self._feeds.announcements.expected(job.turn_id) as granted:
+        with (
+            self._feeds.announcements.expected(job.turn_id) as granted,
+            job.trace.leg("decode", engine) as trace,
+        ):
+            request = job.leg(engine, body, api_key=self._api_key, trace=trace)
             kept = self._warmer.keeper(job)
             relay = _Relay(self, engine, job, client, granted, began, kept)
             outcome = await relay.run(request)
@@ -178,11 +183,13 @@ class DecodeLeg:
         engine.answered(200)
         now = self._clock()
         job.engines_s += now - began
-        job.ttft_s = now - job.arrived
-        report = job.report(engine.name)
+        job.ttft_s, job.decode_s = now - job.arrived, now - began
+        job.decode = engine.name
+        report = job.report()
         self._metrics.answered(report, decode_s=now - began, ttft_s=job.ttft_s)
         self._metrics.overhead.observe(max(job.ttft_s - job.engines_s, 0.0))
         if job.turn.tag is not None:
+            self._note_move(job, engine)
             let = self._directory.began(
                 job.turn.tag,
                 prefill=job.prefill.name if job.prefill else None,
@@ -196,6 +203,16 @@ class DecodeLeg:
         """The first bytes of a stream are there, which a whole answer's are not
         before its end."""
         self._experience.streamed(job, engine.name, self._clock() - began)
+
+    def _note_move(self, job: Job, engine: Engine) -> None:
+        """Count a conversation that leaves its decode engine."""
+        if job.bound_to is None or job.bound_to == engine.name:
+            return
+        if job.bound_to in job.tried:
+            reason = "failed"
+        else:
+            reason = _why_left(self._engines.find(job.bound_to))
+        self._metrics.rebinds.labels(reason).inc()
 
     async def handle_for(
         self, engine: Engine, job: Job, granted: Granted
@@ -376,6 +393,13 @@ def _goes_on(job: Job, engine: Engine, lease: Lease) -> bool:
     if job.is_direct:
         return engine.name == lease.engine
     return continues(job.outcome, lease)
+
+
+def _why_left(former: Engine | None) -> str:
+    """Why a conversation is no longer at this engine, where no leg failed."""
+    if former is None or not former.is_up:
+        return "engine_down"
+    return "draining" if former.standing.is_draining else "placement"
 
 
 def _last_word(refused: EngineAnswerError | None) -> Exception:

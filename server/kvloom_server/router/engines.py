@@ -389,8 +389,12 @@ class Engines:
         """What ``GET /health`` shows."""
         return {
             role: {engine.name: engine.condition for engine in engines}
-            for role, engines in (("prefill", self.prefill), ("decode", self.decode))
+            for role, engines in self.by_role()
         }
+
+    def by_role(self) -> tuple[tuple[str, tuple[Engine, ...]], ...]:
+        """``prefill`` and ``decode``, and their engines."""
+        return ("prefill", self.prefill), ("decode", self.decode)
 
 
 def _model_id(raw: msgspec.Raw) -> str:

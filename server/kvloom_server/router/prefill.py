@@ -86,6 +86,8 @@ class PrefillLeg:
                 self._learn(job, self._clock() - began, num_others)
                 return
             tried.append(name)
+            job.num_retries += 1
+            self._metrics.retries.labels("prefill").inc()
             # As the engines are now, not as they were when this leg began.
             fleet = self._engines.fleet(job.request.model)
             name = next_prefill(job.turn, fleet, tried=tried)
@@ -107,13 +109,14 @@ class PrefillLeg:
 
     async def _at(self, engine: Engine, job: Job) -> Prefilled | None:
         body = self._body(engine, job)
-        request = job.leg(engine, body, api_key=self._api_key)
         began = self._clock()
         self._warmer.make_way(engine.name)
         try:
-            async with engine.leg(), asyncio.timeout(self._timeout_s):
-                response = await self._upstream.send(request)
-                answer = await read_all(response)
+            with job.trace.leg("prefill", engine) as trace:
+                request = job.leg(engine, body, api_key=self._api_key, trace=trace)
+                async with engine.leg(), asyncio.timeout(self._timeout_s):
+                    response = await self._upstream.send(request)
+                    answer = await read_all(response)
         except UpstreamError as error:
             self._failed(engine, job, error)
             if not isinstance(error, EngineLostError):
@@ -126,6 +129,7 @@ class PrefillLeg:
         finally:
             seconds = self._clock() - began
             job.engines_s += seconds
+            job.prefill_s = (job.prefill_s or 0.0) + seconds
             self._metrics.legs.labels("prefill").observe(seconds)
         engine.answered(response.status)
         if is_engines_fault(response.status):

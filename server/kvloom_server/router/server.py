@@ -121,6 +121,10 @@ class _Leaving(uvicorn.Server):
             self._leaving = asyncio.create_task(self.leave())
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.stopping()
+        await super().shutdown(sockets=sockets)
+
     async def leave(self) -> None:
         """Let open turns end, for as long as they may, and stop."""
         began = time.monotonic()

@@ -4,7 +4,6 @@ Reads like the plan it carries out; what may go wrong in a leg is the leg's.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +11,17 @@ from functools import partial
 from kvloom.protocol import ReturnMode
 
 from .admission import Admission, Seats
+from .chronicle import Chronicle
 from .decode import DecodeLeg
 from .directory import Directory
 from .ended import EndedConversations
 from .engine import Role
 from .engines import Engines
-from .errors import no_engine, no_model_named, unknown_model
+from .errors import UnavailableError, no_engine, no_model_named, unknown_model
 from .exchange import ClientGoneError, Exchange, OutOfTimeError
 from .experience import Experience, Outlook
 from .identity import new_turn_id
-from .job import Job
+from .job import EngineAnswerError, Job
 from .metrics import Metrics
 from .naming import Names
 from .plan import Fleet, Lease, NoEngineError, Plan, Turn, check_room, plan
@@ -32,8 +32,6 @@ from .story import story_of
 from .strays import Strays
 from .tenancy import Tenancy
 from .warm import Warmer
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +63,7 @@ class Conductor:
         ended: EndedConversations,
         limits: Limits,
         metrics: Metrics,
+        chronicle: Chronicle,
         mode: ReturnMode,
         can_return: bool,
         clock: Callable[[], float],
@@ -92,6 +91,7 @@ class Conductor:
         engines.on_room.append(self._line.look)
         metrics.watch_queue(lambda: len(self._line))
         self._metrics = metrics
+        self._chronicle = chronicle
         self._default_mode = mode
         self._can_return = can_return
         self._clock = clock
@@ -110,7 +110,11 @@ class Conductor:
         with client.watched(
             limit_s=limits.request_timeout_s, idle_s=limits.client_idle_timeout_s
         ):
-            job = await self._admitted(request, client)
+            try:
+                job = await self._admitted(request, client)
+            except UnavailableError:
+                self._chronicle.refused()
+                raise
             with self._ended.under_way(job):
                 return await self._carried_out(job, client)
 
@@ -133,13 +137,20 @@ class Conductor:
 
     async def _carried_out(self, job: Job, client: Exchange) -> str:
         outcome = "failed"
+        self._chronicle.began(job)
         try:
             await client.unless_gone(
                 self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
             )
+            job.is_decoding = True
             outcome = await client.unless_gone(self._decode.run(job, client))
         except ClientGoneError:
             outcome = "client_gone"
+            leg = "decode" if job.is_decoding else "prefill"
+            self._metrics.aborts.labels(leg).inc()
+            raise
+        except EngineAnswerError:
+            outcome = "engine_refused"
             raise
         except OutOfTimeError:
             outcome = "out_of_time"
@@ -152,7 +163,7 @@ class Conductor:
             job.seats.leave(Role.DECODE)
             if not job.is_abandoned:  # else the leg goes on, and keeps its seat
                 job.seats.leave(Role.PREFILL)
-            _log(job, outcome)
+            self._chronicle.ended(job, outcome)
         return outcome
 
     def planned(self, request: TurnRequest, client: Exchange, arrived: float) -> Job:
@@ -189,6 +200,7 @@ class Conductor:
             seats=self._seated(decided),
             tenant=client.tenant,
             is_final=request.is_final,
+            bound_to=known.decode if known is not None else None,
         )
 
     def _fleet(self, request: TurnRequest) -> Fleet:
@@ -281,17 +293,3 @@ class Conductor:
 
 def _decodes_alone(request: TurnRequest) -> bool:
     return request.needs_whole_prompt or not request.is_leasable
-
-
-def _log(job: Job, outcome: str) -> None:
-    tag = job.turn.tag.hex()[:8] if job.turn.tag is not None else "-"
-    report = job.report(job.plan.decode).encode().replace("; ", " ")
-    ttft_ms = None if job.ttft_s is None else round(1000 * job.ttft_s, 1)
-    log.info(
-        "turn=%s conversation=%s outcome=%s ttft_ms=%s %s",
-        job.turn_id,
-        tag,
-        outcome,
-        ttft_ms,
-        report,
-    )
