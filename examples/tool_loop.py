@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -271,9 +272,12 @@ def main() -> int:
         console.print(f"playing with prefill's cache {cache}: returns off, then on …")
         off: list[list[Turn]] = []
         on: list[list[Turn]] = []
-        for _ in range(args.repeats):
+        for number in range(1, args.repeats + 1):
+            began = time.monotonic()
             off.append(play(args, returns="off"))
             on.append(play(args, returns="lazy"))
+            spent_s = time.monotonic() - began
+            console.print(f"  {number} of {args.repeats} played, {spent_s:.0f} s")
         answers += [[turn.output for turn in run] for run in off + on]
         cases.append({"prefill_cache": cache, "turns": rows(off, on)})
         show(console, f"prefill's own cache {cache}", cases[-1]["turns"])

@@ -1,4 +1,4 @@
-"""The README's code, taken out of it."""
+"""The documents' code, taken out of them."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,16 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, path: Path = README) -> list[str]:
     """The fenced blocks of one language, in order."""
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
 
 
-def commands() -> list[str]:
+def commands(path: Path = README) -> list[str]:
     """Every command line in the shell blocks, without comments."""
     lines = [
-        line.split("#")[0].strip() for b in blocks("sh") for line in b.splitlines()
+        line.split("#")[0].strip()
+        for block in blocks("sh", path)
+        for line in block.splitlines()
     ]
     return [line for line in lines if line]

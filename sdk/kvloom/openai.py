@@ -66,7 +66,7 @@ class OpenAI(SyncCarrying, openai.OpenAI):
     Args:
         kvloom_namespace: whose threads these are (an application, a tenant).
         kvloom_returns: the return mode of this client's turns, over the
-            router's own: ``"off"`` or ``"lazy"``.
+            router's own: ``"off"``, ``"lazy"``, ``"eager"`` or ``"auto"``.
         kvloom_store: where handles wait; one of its own by default. Clients
             that take turns in the same conversations share one.
         kvloom_carry: ``"client"`` carries handles; ``"router"`` names the

@@ -2,10 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -14,6 +14,8 @@ from rich.markup import escape
 
 from kvloom.protocol import ClusterKeyError
 
+from .addresses import DnsSpec, EngineSpec, parse_engine, parse_member
+from .cli_hosts import engine_args
 from .cluster.checks import read_cluster_key
 from .cluster.console import say_error
 from .cluster.doctor import Finding, examine
@@ -26,8 +28,13 @@ from .cluster.stop import StoppedError, StopSignal, until_stopped
 from .cluster.up import UpSettings
 from .cluster.verdict import judge
 from .demo import DemoError, run_demo
+from .keys import KeyFileError
+from .logs import LogFormat, start_logging
+from .router import EnginesFileError
 from .router import serve as serve_router
-from .settings import EngineSpec, Returns, RouterSettings, parse_engine
+from .router.tracing import TracingUnavailableError
+from .settings import Returns, RouterSettings
+from .status import StatusError, show_status
 
 app = typer.Typer(
     add_completion=False,
@@ -37,6 +44,8 @@ app = typer.Typer(
 )
 
 RETURNS_HELP = "When KV goes back to prefill."
+
+T = TypeVar("T")
 EngineArg = Annotated[
     list[str] | None,
     typer.Option(help="A vLLM flag for every engine, as --engine-arg=--dtype=float32."),
@@ -109,19 +118,66 @@ def up(
 @app.command()
 def serve(
     prefill: Annotated[
-        list[str] | None, typer.Option(help="A prefill engine: http://host:port.")
+        list[str] | None,
+        typer.Option(
+            help="A prefill engine: http://host:port,lease=tcp://host:port; "
+            "dns+http://name:port,lease=port for all that a name resolves to; "
+            ",rank=0 for one rank of a data-parallel server."
+        ),
     ] = None,
     decode: Annotated[
-        list[str] | None,
-        typer.Option(help="A decode engine: http://host:port,lease=tcp://host:port."),
+        list[str] | None, typer.Option(help="A decode engine, likewise.")
+    ] = None,
+    engines_file: Annotated[
+        Path | None,
+        typer.Option(
+            help='TOML, prefill = ["http://…"] and decode = […]; watched, so that '
+            "engines come and go."
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="0 takes a free one.")
     ] = None,
     returns: Annotated[Returns | None, typer.Option(help=RETURNS_HELP)] = None,
-    connector: Annotated[Connector | None, typer.Option()] = None,
+    connector: Annotated[
+        Connector | None, typer.Option(help="What the engines run.")
+    ] = None,
     cluster_key_file: ClusterKeyFile = None,
+    handle_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Seals handles. One key a line: the first seals, all open. The same "
+            "for all replicas."
+        ),
+    ] = None,
+    client_keys_file: Annotated[
+        Path | None,
+        typer.Option(help='Who may use the models: TOML, tenant = "key".'),
+    ] = None,
+    admin_keys_file: Annotated[
+        Path | None, typer.Option(help='Who may use /kvloom/: TOML, name = "key".')
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM: the router speaks HTTPS.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM, its key.")] = None,
+    upstream_ca_file: Annotated[
+        Path | None, typer.Option(help="PEM: who vouches for https:// engines.")
+    ] = None,
+    max_turns_per_engine: Annotated[
+        int | None, typer.Option(min=1, help="More wait in line; else no bound.")
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Longest request, seconds; else no bound.")
+    ] = None,
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="How a line of the log looks.")
+    ] = None,
+    traces: Annotated[
+        bool | None,
+        typer.Option(help="OpenTelemetry spans; needs kvloom[otel]."),
+    ] = None,
 ) -> None:
     """Run the router alone, over engines that run elsewhere.
 
@@ -129,15 +185,27 @@ def serve(
     """
     with _plain_errors():
         settings = _settings(
-            prefill=_engines("--prefill", prefill),
-            decode=_engines("--decode", decode),
+            prefill=_members("--prefill", prefill),
+            decode=_members("--decode", decode),
+            engines_file=engines_file,
             host=host,
             port=port,
             returns=returns,
             connector=connector and connector.value,
             cluster_key_file=cluster_key_file,
+            handle_key_file=handle_key_file,
+            client_keys_file=client_keys_file,
+            admin_keys_file=admin_keys_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            upstream_ca_file=upstream_ca_file,
+            max_turns_per_engine=max_turns_per_engine,
+            request_timeout_s=request_timeout,
+            log_format=log_format,
+            traces=traces,
         )
         read_cluster_key(settings.cluster_key_file)
+        start_logging(level=settings.log_level, log_format=settings.log_format)
         asyncio.run(serve_router(settings))
 
 
@@ -149,8 +217,20 @@ def _settings(**given: object) -> RouterSettings:
 
 
 def _engines(option: str, texts: list[str] | None) -> tuple[EngineSpec, ...] | None:
+    return _parsed(option, texts, parse_engine)
+
+
+def _members(
+    option: str, texts: list[str] | None
+) -> tuple[EngineSpec | DnsSpec, ...] | None:
+    return _parsed(option, texts, parse_member)
+
+
+def _parsed(
+    option: str, texts: list[str] | None, parse: Callable[[str], T]
+) -> tuple[T, ...] | None:
     try:
-        return tuple(map(parse_engine, texts)) if texts else None
+        return tuple(map(parse, texts)) if texts else None
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
 
@@ -163,7 +243,13 @@ def _plain_errors() -> Iterator[None]:
     except ValidationError as error:
         wrong = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
         _fail("; ".join(f"{name}: {message}" for name, message in wrong))
-    except (ClusterKeyError, OSError) as error:
+    except (
+        ClusterKeyError,
+        KeyFileError,
+        EnginesFileError,
+        TracingUnavailableError,
+        OSError,
+    ) as error:
         _fail(str(error))
 
 
@@ -199,6 +285,41 @@ async def _demo(
             return 130
         except (ClusterError, ModelUnavailableError, DemoError, OSError) as error:
             say_error(console, str(error))
+            return 1
+    return 0
+
+
+@app.command()
+def status(
+    url: Annotated[
+        str, typer.Option(help="The router's address.", envvar="KVLOOM_URL")
+    ] = "http://127.0.0.1:8000",
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="An admin key, where the router asks for one.",
+            envvar="KVLOOM_ADMIN_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
+) -> None:
+    """Show a running router: whether reuse works, its engines, its last decisions."""
+    sys.exit(asyncio.run(_status(url, key, is_watching=watch)))
+
+
+async def _status(url: str, key: str | None, *, is_watching: bool) -> int:
+    console = Console()
+    with StopSignal() as stop:
+        task = asyncio.create_task(
+            show_status(console, url, key=key, is_watching=is_watching)
+        )
+        try:
+            await until_stopped(stop, task)
+        except StoppedError:
+            return 0
+        except StatusError as error:
+            say_error(Console(stderr=True), str(error))
             return 1
     return 0
 
@@ -249,3 +370,6 @@ def _report(findings: Iterable[Finding]) -> int:
             console.print(f"       {escape(finding.cure)}", highlight=False)
             is_fit = is_fit and not finding.is_needed
     return 0 if is_fit else 1
+
+
+app.command("engine-args")(engine_args)

@@ -3,57 +3,18 @@
 Nothing else of the server reads the environment.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from kvloom.protocol import CurveSide, ReturnMode, curve_secret
 
-MIN_KEY_BYTES: Final = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """Where one vLLM engine answers."""
-
-    url: str
-    """Its HTTP root, ``http://host:port``, without a slash at the end."""
-    lease_address: str | None = None
-    """Its lease service, ``tcp://host:port``, which also shows that its core is
-    alive; ``None`` when it runs without kvloom's connector."""
-
-
-def parse_engine(text: str) -> EngineSpec:
-    """The engine in ``http://host:port`` or ``http://host:port,lease=tcp://…``.
-
-    Raises:
-        ValueError: the text has another form; the message shows the right one.
-    """
-    url, *options = text.strip().split(",")
-    lease_address = None
-    for option in options:
-        name, _, value = option.partition("=")
-        if name != "lease" or not _is_address(value, schemes=("tcp", "ipc")):
-            raise ValueError(f"unknown engine option {option!r}: {_ENGINE_FORM}")
-        lease_address = value
-    if not _is_address(url, schemes=("http", "https")):
-        raise ValueError(f"{url!r} is no engine's URL: {_ENGINE_FORM}")
-    return EngineSpec(url=url.rstrip("/"), lease_address=lease_address)
-
-
-_ENGINE_FORM: Final = "write http://host:port, with a lease service http://host:port,lease=tcp://host:port"
-
-
-def _is_address(text: str, *, schemes: tuple[str, ...]) -> bool:
-    try:
-        parts = urlsplit(text)
-    except ValueError:
-        return False
-    return parts.scheme in schemes and bool(parts.netloc or parts.path)
+from .addresses import DnsSpec, parse_member
+from .addresses import EngineSpec as EngineSpec
+from .addresses import parse_engine as parse_engine
+from .keys import KeyFileError, handle_keys, read_handle_keys
 
 
 def _engines(value: object) -> object:
@@ -61,10 +22,12 @@ def _engines(value: object) -> object:
     items = value.split() if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         return items
-    return tuple(parse_engine(i) if isinstance(i, str) else i for i in items)
+    return tuple(parse_member(i) if isinstance(i, str) else i for i in items)
 
 
-Engines = Annotated[tuple[EngineSpec, ...], NoDecode, BeforeValidator(_engines)]
+Engines = Annotated[
+    tuple[EngineSpec | DnsSpec, ...], NoDecode, BeforeValidator(_engines)
+]
 
 
 Returns = Literal["on", "off", "lazy", "eager", "auto"]
@@ -98,6 +61,13 @@ class RouterSettings(BaseSettings):
     """0 takes a free one."""
     prefill: Engines = ()
     decode: Engines = ()
+    engines_file: Path | None = None
+    """TOML with ``prefill = ["http://…", …]`` and ``decode = […]``, watched while
+    the router runs; beside the engines above."""
+    dns_interval_s: float = Field(default=5.0, gt=0)
+    """How often the names of ``dns+http://`` engines are resolved."""
+    file_interval_s: float = Field(default=0.5, gt=0)
+    """How often the files that may change are looked at."""
     connector: Literal["kvloom", "stock"] = "kvloom"
     """``stock``: the engines run vLLM's own connector, so nothing is returned."""
     transfer: Literal["pull", "push"] = "pull"
@@ -119,13 +89,31 @@ class RouterSettings(BaseSettings):
 
     handle_key: SecretStr | None = None
     handle_key_file: Path | None = None
-    """Seals the handles. Without either a key is made at each start: handles
-    then do not survive a restart, the map rebuilt from the engines does. Give
-    all replicas of a router the same key."""
+    """Seals the handles; a file holds one key a line: the first one seals, all of
+    them open. Without either a key is made at each start: handles then do not
+    survive a restart, the map rebuilt from the engines does. Give all replicas
+    of a router the same keys."""
+    cluster_name: str = ""
+    """Goes into the seal: handles of a cluster with another name do not open."""
     cluster_key_file: Path | None = None
     """File with the key that the engines' lease services ask for."""
     upstream_api_key: SecretStr | None = None
     """Sent to the engines as a bearer token. A client's own key never is."""
+    upstream_ca_file: Path | None = None
+    """Certificates (PEM) that vouch for engines behind ``https://``."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """PEM files, both or none: the router then speaks HTTPS."""
+
+    client_keys_file: Path | None = None
+    """TOML, ``tenant = "key"``: who may use the models. Each tenant has its own
+    conversations, handles and prefix caches. Without it everybody may, as one
+    nameless tenant."""
+    admin_keys_file: Path | None = None
+    """TOML, ``name = "key"``: who may use ``/kvloom/``. Without it, whoever
+    reaches a router that listens on loopback only, and nobody elsewhere."""
+    open_metrics: bool = True
+    """Whether ``/metrics`` needs no key; else an admin's."""
 
     derive_conversations: bool = True
     """Whether requests that name no conversation get one by their messages."""
@@ -133,19 +121,41 @@ class RouterSettings(BaseSettings):
     connect_timeout_s: float = Field(default=5.0, gt=0)
     idle_timeout_s: float = Field(default=600.0, gt=0)
     """Longest silence of an engine inside one answer."""
+    client_idle_timeout_s: float = Field(default=300.0, gt=0)
+    """How long a client may take nothing of its answer, or send nothing of its
+    request."""
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest request, from its arrival to the end of its answer."""
     prefill_timeout_s: float = Field(default=120.0, gt=0)
     """Longest prefill leg; beyond it the turn goes on without that engine, and
     so do others for a while."""
     hang_after_s: float = Field(default=10.0, gt=0)
     """So long the core of an engine with a lease service may be silent before
     its work goes elsewhere."""
+    max_turns_per_engine: int | None = Field(default=None, ge=1)
+    """Turns that one engine works at; more wait in line."""
+    max_waiting: int = Field(default=1000, ge=0)
+    """Turns that wait in line; more are told to come back later."""
+    max_wait_s: float = Field(default=30.0, gt=0)
+    """How long a turn waits in line."""
+    failures_to_rest: int = Field(default=5, ge=1)
+    """After so many failures in a row an engine gets no work for a while."""
+    min_engine_share: float = Field(default=0.5, ge=0, le=1)
+    """So many of the engines get work however often they fail."""
     handle_wait_s: float = Field(default=0.25, ge=0)
     """How long the end of an answer waits for its lease to be announced."""
     health_interval_s: float = Field(default=2.0, gt=0)
     health_timeout_s: float = Field(default=5.0, gt=0)
     shutdown_timeout_s: int = Field(default=30, ge=0)
     """How long open answers may go on after a stop was asked for."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["pairs", "json"] = "pairs"
+    """One line an event: ``key=value`` pairs, or one JSON object."""
+    traces: bool = False
+    """Spans over OTLP, as the ``OTEL_…`` variables say; needs ``kvloom[otel]``."""
     max_conversations: int = Field(default=10_000, ge=1)
+    max_map_bytes: int = Field(default=32 * 1024 * 1024, ge=64 * 1024)
+    """Memory for what is remembered of conversations."""
     conversation_idle_s: float = Field(default=3600.0, gt=0)
     """A conversation that has been silent for so long is forgotten."""
 
@@ -153,6 +163,12 @@ class RouterSettings(BaseSettings):
     def return_mode(self) -> ReturnMode:
         """The mode of turns whose request names none."""
         return ON if self.returns == "on" else ReturnMode(self.returns)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: set both, or none")
+        return self
 
     def cluster_key(self) -> bytes | None:
         """The cluster key, or ``None`` where none is set.
@@ -167,24 +183,19 @@ class RouterSettings(BaseSettings):
         curve_secret(key, CurveSide.PEER)
         return key
 
-    def secret(self) -> bytes | None:
-        """The secret that seals handles, or ``None`` when none is set.
+    def secrets(self) -> list[bytes]:
+        """The secrets that seal handles, the current one first; none are set by
+        default.
 
         Raises:
-            ValueError: it is too short, or both sources are set.
-            OSError: the file can't be read.
+            KeyFileError: one is too short, both sources are set, or the file
+                can't be read.
         """
         if self.handle_key is not None and self.handle_key_file is not None:
-            raise ValueError("set handle_key or handle_key_file, not both")
+            raise KeyFileError("set handle_key or handle_key_file, not both")
         if self.handle_key is not None:
-            secret = self.handle_key.get_secret_value().encode()
-        elif self.handle_key_file is not None:
-            secret = self.handle_key_file.read_bytes().strip()
-        else:
-            return None
-        if len(secret) < MIN_KEY_BYTES:
-            raise ValueError(
-                f"the handle key has {len(secret)} bytes, at least {MIN_KEY_BYTES} "
-                "are needed: make one with `openssl rand -hex 32`"
-            )
-        return secret
+            text = self.handle_key.get_secret_value().encode()
+            return handle_keys(text, source="KVLOOM_HANDLE_KEY")
+        if self.handle_key_file is not None:
+            return read_handle_keys(self.handle_key_file)
+        return []

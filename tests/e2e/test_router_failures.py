@@ -12,8 +12,8 @@ from e2e.test_router_stage import (
     MODEL,
     Stage,
     follow_up,
-    fresh,
     opening,
+    right_answer,
     staged,
 )
 
@@ -25,12 +25,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("transfer")]
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-async def right_answer(messages: list[Any]) -> str:
-    body = {"messages": messages, "max_tokens": 40}
-    text: str = (await fresh(CHAT, body))["choices"][0]["message"]["content"]
-    return text
 
 
 async def start(stage: Stage, messages: list[Any]) -> Any:

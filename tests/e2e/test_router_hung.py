@@ -12,8 +12,8 @@ from e2e.test_router_stage import (
     MODEL,
     Stage,
     follow_up,
-    fresh,
     opening,
+    right_answer,
     staged,
 )
 
@@ -29,12 +29,6 @@ SOON = {"hang_after_s": 0.4, "prefill_timeout_s": 600.0}
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-async def right_answer(messages: list[Any]) -> str:
-    body = {"messages": messages, "max_tokens": 40}
-    text: str = (await fresh(CHAT, body))["choices"][0]["message"]["content"]
-    return text
 
 
 async def refused(stage: Stage, messages: list[Any]) -> openai.APIStatusError:

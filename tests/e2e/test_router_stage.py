@@ -133,12 +133,14 @@ class Stage:
         )
         self._inner = AiohttpUpstream(connect_timeout_s=5.0, idle_timeout_s=60.0)
         self.upstream = TapingUpstream(self._inner)
+        self.options: dict[str, Any] = {}
+        """More for ``build_app``, from the next life of the router on."""
         self.router = self._new_router()
         self.http = httpx.AsyncClient()
         self.client = openai.AsyncOpenAI(base_url="http://unset", api_key="k")
 
     def _new_router(self) -> RouterServer:
-        app = build_app(self.settings, upstream=self.upstream)
+        app = build_app(self.settings, upstream=self.upstream, **self.options)
         return RouterServer(self.settings, app=app)
 
     async def __aenter__(self) -> Self:
@@ -172,6 +174,13 @@ class Stage:
             report = (await self.http.get(self.router.url + "/health")).json()
             seen = report["prefill"] | report["decode"]
             if engines.items() <= seen.items():
+                return
+
+    async def until_fed(self, engine: str) -> None:
+        """Return once the engine's leases are announced to the router."""
+        while True:
+            report = (await self.http.get(self.router.url + "/health")).json()
+            if report["lease_feeds"].get(engine) == "live":
                 return
 
     async def turn(self, messages: list[Any], **options: Any) -> Told:
@@ -270,3 +279,10 @@ async def fresh(
         answer = await client.post("http://fresh" + path, json={"model": MODEL} | body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+
+async def right_answer(messages: list[Any]) -> str:
+    """What a single engine says that has seen nothing, in a turn of the stage."""
+    body = {"messages": messages, "max_tokens": 40}
+    text: str = (await fresh(CHAT, body))["choices"][0]["message"]["content"]
+    return text

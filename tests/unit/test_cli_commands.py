@@ -124,3 +124,37 @@ def test_doctor_alone_looks_at_this_machine():
     done = run("doctor")
     assert "Python 3.11 or newer" in done.output
     assert "http" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        ((), {"KVLOOM_HANDLE_KEY": "short"}, "openssl"),
+        (("--handle-key-file={tmp}/none",), {}, "can't be read"),
+        (("--client-keys-file={tmp}/bad",), {}, "is no TOML"),
+        (("--admin-keys-file={tmp}/none",), {}, "can't be read"),
+        (("--engines-file={tmp}/none",), {}, "can't be read"),
+        (("--engines-file={tmp}/bad",), {}, "is no TOML"),
+        (("--tls-cert={tmp}/bad",), {}, "tls_cert and tls_key"),
+        (("--tls-cert={tmp}/bad", "--tls-key={tmp}/none"), {}, "there is no file"),
+        (("--tls-cert={tmp}/bad", "--tls-key={tmp}/bad"), {}, "of no use"),
+        (("--upstream-ca-file={tmp}/bad",), {}, "of no use"),
+    ],
+)
+def test_a_file_of_no_use_is_one_sentence(tmp_path, arguments, variables, said):
+    """Which file, and why; no traceback, and nothing of what is in it."""
+    (tmp_path / "bad").write_text("secret = [")
+    options = [argument.format(tmp=tmp_path) for argument in arguments]
+    done = run("serve", "--port=0", *options, **variables)
+    assert done.exit_code == 1
+    assert said in done.output
+    assert done.output.startswith("error: ")
+    assert done.output.count("\n") == 1
+    assert "secret" not in done.output
+
+
+def test_help_names_what_an_operator_sets():
+    """Each option says what it is for."""
+    done = run("serve", "--help")
+    for option in ("engines-file", "client-keys-file", "admin-keys-file", "tls-cert"):
+        assert f"--{option}" in done.output

@@ -86,7 +86,15 @@ def up(tmp_path):
     for folder in (package, package.parent, package.parent.parent):
         (folder / "__init__.py").touch()
     (package / "api_server.py").write_text(STAND_IN)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "path"), "COLUMNS": "1000"}
+    paths = [str(tmp_path / "path"), os.environ.get("PYTHONPATH", "")]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "COLUMNS": "1000",
+        "TMPDIR": str(scratch),
+    }
     ready = tmp_path / "ready.json"
 
     @contextmanager
@@ -206,6 +214,47 @@ def test_the_ready_file_names_the_lease_services_of_both_kinds(up):
     assert len(set(services)) == 3
     assert all(address.startswith("tcp://127.0.0.1:") for address in services)
     assert not any(address in cluster.text for address in services)
+
+
+def test_engines_with_vllms_own_connector_have_no_lease_services(up):
+    """So the ready file names none."""
+    with up("--connector=stock") as cluster:
+        cluster.until("Ctrl-C stops")
+        told = cluster.told()
+        cluster.end(signal.SIGINT)
+    assert (told["lease"], told["prefill_lease"]) == ([], [])
+    assert len(told["prefill"]) == len(told["decode"]) == 1
+
+
+def test_the_routers_log_is_beside_the_engines(up, tmp_path):
+    """One line an event; ``KVLOOM_LOG_FORMAT`` says in what form."""
+    with up(variables={"KVLOOM_LOG_FORMAT": "json"}) as cluster:
+        cluster.until("Ctrl-C stops")
+        cluster.end(signal.SIGINT)
+    lines = (tmp_path / "logs" / "router.log").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert {"engine": "d0", "event": "up"}.items() <= {
+        k: v
+        for event in events
+        for k, v in event.items()
+        if event.get("engine") == "d0"
+    }.items()
+
+
+def test_what_a_killed_cluster_left_is_gone_with_the_next_start(up, tmp_path):
+    """`kill -9` leaves its folder of sockets; nothing grows with each of them."""
+    folders = tmp_path / "scratch"
+    with up() as cluster:
+        cluster.until("Ctrl-C stops")
+        (left,) = folders.glob("kvloom-run-*")
+        cluster.end(signal.SIGKILL)
+    assert left.exists()
+    with up() as cluster:
+        cluster.until("Ctrl-C stops")
+        (own,) = folders.glob("kvloom-run-*")
+        assert own != left
+        cluster.end(signal.SIGINT)
+    assert list(folders.glob("kvloom-run-*")) == []
 
 
 def test_a_model_path_that_is_none_is_said_at_once(up, tmp_path):

@@ -3,10 +3,22 @@
 import importlib.util
 import json
 import re
+import shlex
 from types import ModuleType
 
+import pytest
 import readme
+import typer.main
+from prometheus_client import CollectorRegistry
 from readme import ROOT
+from typer.testing import CliRunner
+
+from kvloom_server.cli import app
+from kvloom_server.router.compose import build_app
+from kvloom_server.settings import RouterSettings, parse_engine
+
+HOSTS = ROOT / "docs" / "hosts.md"
+OPERATING = ROOT / "docs" / "operating.md"
 
 
 def script(path: str) -> ModuleType:
@@ -44,6 +56,83 @@ def test_every_command_of_the_readme_is_run_somewhere() -> None:
     assert set(readme.commands()) == run_by
     for path in re.findall(r"\]\(([\w/.]+)\)", readme.README.read_text()):
         assert (ROOT / path).exists(), f"the README links to {path}"
+
+
+def table(path: str, name: str) -> list[list[str]]:
+    """The cells of a marked table, without its head."""
+    _, _, rest = (ROOT / path).read_text().partition(f"<!-- {name}:begin")
+    rows = rest.partition(f"<!-- {name}:end")[0].splitlines()
+    cells = [
+        [c.strip() for c in row.strip("|").split("|")] for row in rows if "|" in row
+    ]
+    return cells[2:]
+
+
+def test_every_metric_is_documented() -> None:
+    """docs/operating.md lists what the router has, by name, type and meaning."""
+    registry = CollectorRegistry()
+    build_app(RouterSettings(), registry=registry)
+    have = {
+        family.name + ("_total" if family.type == "counter" else ""): (
+            family.type,
+            family.documentation.rstrip("."),
+        )
+        for family in registry.collect()
+    }
+    rows = table("docs/operating.md", "metrics")
+    told = {name.strip("`"): (kind, what) for name, kind, _, what in rows}
+    assert told.keys() == have.keys()
+    for name, (kind, documentation) in have.items():
+        assert told[name][0] == kind, name
+        assert told[name][1].startswith(documentation), name
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in readme.commands(HOSTS) if " engine-args " in c]
+)
+def test_engine_commands_of_the_hosts_guide_run(command: str) -> None:
+    """They print an engine's command line."""
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+    assert "vllm.entrypoints" in done.stdout
+
+
+def test_routers_of_the_hosts_guide_know_the_engines() -> None:
+    """`kvloom serve` takes the line, and it names what the engines' lines do."""
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]  # a group
+    commands = readme.commands(HOSTS)
+    printed = "".join(
+        CliRunner().invoke(app, shlex.split(c)[1:]).stderr
+        for c in commands
+        if " engine-args " in c
+    )
+    served = [c for c in commands if " serve " in c]
+    assert len(served) == 2
+    for command in served:
+        options = serve.make_context("serve", shlex.split(command)[2:]).params
+        for role in ("prefill", "decode"):
+            for engine in options[role]:
+                assert parse_engine(engine).lease_address
+                assert f"--{role} {engine}" in printed
+
+
+def test_every_command_of_the_guides_is_run_somewhere() -> None:
+    """What is neither of the above has its test."""
+    others = [
+        command
+        for path in (HOSTS, OPERATING)
+        for command in readme.commands(path)
+        if not command.startswith(("kvloom engine-args ", "kvloom serve "))
+    ]
+    # tests/e2e/test_status.py
+    assert set(others) == {"kvloom status", "kvloom status --watch"}
+
+
+def test_pictures_of_the_guides_are_there() -> None:
+    """`python docs/write_screenshots.py` makes them."""
+    for path in (HOSTS, OPERATING):
+        for picture in re.findall(r"[\w-]+\.png", path.read_text()):
+            assert (ROOT / "docs" / picture).exists()
 
 
 def test_make_and_ci_run_what_the_readme_says() -> None:

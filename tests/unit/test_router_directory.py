@@ -1,5 +1,8 @@
 """Where conversations' KV is, as the engines tell it."""
 
+import tracemalloc
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -245,6 +248,91 @@ def test_foreign_leases_are_left_alone() -> None:
     assert len(known) == 0
 
 
+@pytest.mark.parametrize("num_leases", [0, 1, MAX_LEASES])
+def test_a_conversation_takes_less_than_two_kilobytes(num_leases: int) -> None:
+    """What is counted is at least what is used, however many leases it has."""
+    count, known = 2000, directory(size=10_000)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(count):
+            tag = number.to_bytes(8, "little")
+            # As they come: each text and number is an object of its own.
+            known.began(tag, prefill="p0", decode="d0", now=NOW + number / 1000)
+            for _ in range(num_leases):
+                known.apply("d0", event(new_turn_id(tag), deadline=NOW * 2.5), NOW)
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert used / count <= known.num_bytes / count <= 2048
+    known.check_integrity()
+
+
+def test_the_map_is_bounded_in_bytes() -> None:
+    """Conversations with many leases push others out earlier."""
+    known = Directory(max_conversations=100, idle_s=100.0, max_bytes=10_000)
+    let: list[Let] = []
+    for number in range(20):
+        tag = bytes([number]) * 8
+        for _ in range(MAX_LEASES):
+            let += known.apply("d0", event(new_turn_id(tag)), NOW)
+    assert 1 <= len(known) < 6
+    assert known.num_bytes <= 10_000
+    assert len(let) == MAX_LEASES * (20 - len(known))
+    known.check_integrity()
+
+
+def test_an_ended_conversation_lets_everything_go() -> None:
+    """Its leases are released at once, and nothing is remembered."""
+    known = directory()
+    turn_ids = [new_turn_id(TAG) for _ in range(2)]
+    for turn_id in turn_ids:
+        known.apply("d0", event(turn_id), NOW)
+    assert {let.lease_id for let in known.end(TAG)} == set(turn_ids)
+    assert known.find(TAG) is None
+    assert known.end(TAG) == []
+    known.check_integrity()
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_lease_that_comes_after_the_end_is_let_go_too(is_listed: bool) -> None:
+    """A turn that was under way when its conversation ended leaves nothing."""
+    known = directory()
+    turn_id = new_turn_id(TAG)
+    known.unwant(turn_id)
+    let = (
+        known.replace("d0", listing(turn_id), NOW)
+        if is_listed
+        else known.apply("d0", event(turn_id), NOW)
+    )
+    assert let == [Let(engine="d0", lease_id=turn_id)]
+    assert known.find(TAG) is None
+    # Whoever listens sees it go.
+    assert known.apply("d0", event(turn_id, LeaseState.RELEASED), NOW) == []
+
+
+def test_an_engine_that_left_holds_nothing() -> None:
+    """Nobody is sent to fetch KV from where nobody is any more."""
+    known = directory()
+    known.replace("d0", listing(new_turn_id(TAG)), NOW)
+    known.engine_left("d0")
+    found = known.find(TAG)
+    assert found is not None
+    assert (found.leases, found.lost) == ((), Reason.ENGINE_GONE)
+    assert known.num_leases("d0") == 0
+    known.check_integrity()
+
+
+def test_silent_conversations_leave_also_while_nobody_speaks() -> None:
+    """Memory does not wait for the next turn."""
+    known = directory(idle_s=100.0)
+    known.began(TAG, prefill="p0", decode="d0", now=NOW)
+    known.sweep(NOW + 99)
+    assert len(known) == 1
+    known.sweep(NOW + 100)
+    assert len(known) == 0
+
+
 tags = st.integers(0, 4).map(lambda i: bytes([i]) * 8)
 engines = st.sampled_from(["d0", "d1"])
 lease_ids = st.builds(
@@ -258,7 +346,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = Directory(max_conversations=3, idle_s=20.0)
+        self.known = Directory(max_conversations=3, idle_s=20.0, max_bytes=4_000)
         self.now = NOW
 
     @rule(
@@ -307,6 +395,24 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, 30))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
+
+    @rule(tag=tags)
+    def end(self, tag: bytes) -> None:
+        for let in self.known.end(tag):
+            assert self.known.lease(let.engine, let.lease_id) is None
+        assert self.known.find(tag) is None
+
+    @rule(lease_id=lease_ids)
+    def unwant(self, lease_id: str) -> None:
+        self.known.unwant(lease_id)
+
+    @rule(engine=engines)
+    def engine_left(self, engine: str) -> None:
+        self.known.engine_left(engine)
+
+    @rule()
+    def sweep(self) -> None:
+        self.known.sweep(self.now)
 
     @rule(engine=engines)
     def feed_lost(self, engine: str) -> None:

@@ -83,7 +83,8 @@ def test_only_a_true_continuation_counts(
         parsed(json.dumps({"messages": m}, indent=indent).encode())
         for m in (old, new, old + new)
     )
-    goes_on = bool(old) and new[: len(old)] == old
+    written = [list(map(json.dumps, messages)) for messages in (old, new)]
+    goes_on = bool(old) and written[1][: len(old)] == written[0]
     assert (news(after, {"t": mark(before)}) != {}) == goes_on
     found = news(longer, {"t": mark(before)})
     assert (found != {}) == bool(old)

@@ -11,6 +11,7 @@ from kvloom_server.router.plan import (
     Conversation,
     EngineView,
     Fleet,
+    FullError,
     Lease,
     NoEngineError,
     Turn,
@@ -165,6 +166,51 @@ def test_paced_conversations_are_spread_over_decode_engines() -> None:
     assert {v.num_conversations for v in views} == {10}
 
 
+def with_first(fleet_: Fleet, **state: bool) -> Fleet:
+    """The fleet with a changed d1, where the conversation of ``known`` is."""
+    changed = [replace(e, **state) if e.name == "d1" else e for e in fleet_.decode]
+    return Fleet(prefill=fleet_.prefill, decode=changed)
+
+
+@pytest.mark.parametrize("state", ["is_draining", "is_full"])
+def test_a_lease_is_read_where_no_turn_may_go(state: str) -> None:
+    """An engine that is drained or full keeps serving what it holds: prefill pulls
+    from there, and another engine decodes, so that a move costs no reuse."""
+    decided = plan(TURN, known(lease()), with_first(fleet(), **{state: True}), NOW)
+    assert (decided.kind, decided.reason) == (PlanKind.RETURN, Reason.LEASE_HELD)
+    assert decided.lease == lease()
+    assert (decided.prefill, decided.decode) == ("p1", "d0")
+
+
+def test_a_conversation_that_moved_stays_where_it_is() -> None:
+    """A drained engine that resumes does not draw its former conversations back."""
+    moved = replace(known(lease(engine="d0")), decode="d0")
+    assert plan(TURN, moved, fleet(), NOW).decode == "d0"
+
+
+def test_nothing_is_sent_to_the_last_engine_that_drains() -> None:
+    """Who drains all engines wants no turns."""
+    last = Fleet(
+        prefill=engines("p", True),
+        decode=[EngineView(name="d0", is_up=True, is_draining=True)],
+    )
+    with pytest.raises(NoEngineError):
+        plan(TURN, None, last, NOW)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_turn_waits_while_all_engines_of_a_kind_are_full(role: str) -> None:
+    """Decode could compute the prompts of a crowd that prefill has no room for;
+    that would only move the crowd."""
+    full = [replace(e, is_full=True) for e in getattr(fleet(), role)]
+    crowded = replace(fleet(), **{role: full})
+    with pytest.raises(FullError):
+        plan(TURN, known(lease()), crowded, NOW)
+    if role == "prefill":
+        alone = replace(TURN, decode_alone=True)
+        assert plan(alone, None, crowded, NOW).decode
+
+
 loads = st.integers(0, 20)
 
 
@@ -175,6 +221,8 @@ def fleets(draw: st.DrawFn) -> Fleet:
             EngineView(
                 name=f"{prefix}{i}",
                 is_up=draw(st.booleans()),
+                is_draining=draw(st.booleans()),
+                is_full=draw(st.booleans()),
                 num_in_flight=draw(loads),
                 num_conversations=draw(loads),
             )
@@ -213,22 +261,31 @@ turns = st.builds(
 def test_a_plan_names_only_engines_that_are_up(
     turn: Turn, conversation: Conversation | None, fleet: Fleet
 ) -> None:
-    """Whatever is remembered, a turn is sent to live engines, and what is
-    returned is alive, on the engine that decodes, and asked for."""
-    up = {e.name for e in (*fleet.prefill, *fleet.decode) if e.is_up}
+    """Whatever is remembered, a turn is sent to engines that take it, and what is
+    returned is alive, on an engine that is up, and asked for."""
+    open_ = {e.name for e in (*fleet.prefill, *fleet.decode) if e.takes_turns}
     try:
         decided = plan(turn, conversation, fleet, NOW)
     except NoEngineError:
-        assert not any(e.is_up for e in fleet.decode)
+        assert not any(e.is_member for e in fleet.decode)
+        return
+    except FullError:
+        kinds = (fleet.prefill, fleet.decode)
+        assert any(
+            any(e.is_member for e in kind) and not any(e.takes_turns for e in kind)
+            for kind in kinds
+        )
         return
     assert decided == plan(turn, conversation, fleet, NOW)
-    assert decided.decode in up
-    assert decided.prefill is None or decided.prefill in up
+    assert decided.decode in open_
+    assert decided.prefill is None or decided.prefill in open_
     # No turn is direct that is not known to go on from its lease.
     assert (decided.kind is PlanKind.RETURN) == (decided.lease is not None)
     if decided.lease is not None:
+        holder = next(e for e in fleet.decode if e.name == decided.lease.engine)
+        assert holder.is_up
         is_moved = decided.reason is Reason.MOVED
-        assert (decided.lease.engine == decided.decode) != is_moved
+        assert (holder.name == decided.decode) != is_moved
         assert decided.lease.deadline_unix > NOW
         assert turn.mode is not ReturnMode.OFF
         assert decided.prefill is not None
@@ -241,4 +298,4 @@ def test_failover_tries_each_engine_once(turn: Turn, fleet: Fleet) -> None:
         tried: list[str] = []
         while (name := choose(turn, fleet, tried=tried)) is not None:
             tried.append(name)
-        assert sorted(tried) == sorted(v.name for v in views if v.is_up)
+        assert sorted(tried) == sorted(v.name for v in views if v.takes_turns)

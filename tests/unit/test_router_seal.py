@@ -87,3 +87,12 @@ def test_an_old_key_still_opens_while_keys_are_rotated() -> None:
 def test_equal_leases_get_unequal_handles() -> None:
     """Nobody can tell from two handles whether they mean the same."""
     assert SEALER.seal(INSIDE, BINDING) != SEALER.seal(INSIDE, BINDING)
+
+
+def test_a_handle_of_another_cluster_is_a_miss() -> None:
+    """Two clusters may share a secret, and even have the same addresses."""
+    secret = b"a secret of at least sixteen bytes"
+    handle = Sealer([secret], cluster="east").seal(INSIDE, BINDING)
+    assert Sealer([secret], cluster="east").open(handle, BINDING, NOW) == INSIDE
+    for other in (Sealer([secret], cluster="west"), Sealer([secret])):
+        assert isinstance(other.open(handle, BINDING, NOW), HandleMiss)

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from kvloom_server.addresses import DnsSpec, EngineSpec, parse_engine, parse_member
+from kvloom_server.keys import KeyFileError
 from kvloom_server.router import build_app
-from kvloom_server.settings import EngineSpec, RouterSettings, parse_engine
+from kvloom_server.settings import RouterSettings
 
 
 def test_an_engine_is_its_url_and_its_lease_service() -> None:
@@ -15,6 +17,42 @@ def test_an_engine_is_its_url_and_its_lease_service() -> None:
     assert parse_engine("http://h:1,lease=tcp://h:2") == EngineSpec(
         url="http://h:1", lease_address="tcp://h:2"
     )
+    assert parse_engine("http://h:1,rank=3").rank == 3
+
+
+def test_a_name_stands_for_all_its_engines() -> None:
+    """One word for a service whose engines come and go."""
+    spec = parse_member("dns+http://engines.local:8000,lease=6600")
+    assert spec == DnsSpec(host="engines.local", port=8000, lease_port=6600)
+    assert isinstance(spec, DnsSpec)
+    assert spec.at("10.0.0.1") == EngineSpec(
+        url="http://10.0.0.1:8000", lease_address="tcp://10.0.0.1:6600"
+    )
+    assert spec.at("fd00::1").url == "http://[fd00::1]:8000"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dns+http://name",
+        "dns+https://name:1",
+        "dns+http://name:1,lease=tcp://h:2",
+        "dns+http://name:1,rank=0",
+        "dns+http://name:99999",
+    ],
+)
+def test_another_form_of_name_is_refused_with_the_right_one(text: str) -> None:
+    """A mistyped name stops the start and shows how it is written."""
+    with pytest.raises(ValueError, match="write dns"):
+        parse_member(text)
+
+
+def test_the_ranks_of_one_server_are_different_engines() -> None:
+    """They share a URL and nothing else: no handle of one opens at the other."""
+    first, second = (parse_engine(f"http://h:1,rank={rank}") for rank in (0, 1))
+    assert first.identity != second.identity
+    with pytest.raises(ValueError, match="rank"):
+        parse_engine("http://h:1,rank=-1")
 
 
 @pytest.mark.parametrize(
@@ -51,12 +89,32 @@ def test_the_handle_key_comes_from_one_place_and_is_long_enough(tmp_path: Path) 
     """A key that protects nothing is refused, and how to make one is said."""
     file = tmp_path / "key"
     file.write_text("a key of sixteen bytes or more\n")
-    assert RouterSettings(handle_key_file=file).secret() == file.read_bytes().strip()
-    assert RouterSettings().secret() is None
-    with pytest.raises(ValueError, match="openssl"):
+    assert RouterSettings(handle_key_file=file).secrets() == [file.read_bytes().strip()]
+    assert RouterSettings().secrets() == []
+    with pytest.raises(KeyFileError, match="openssl"):
         build_app(RouterSettings(handle_key=SecretStr("short")))
-    with pytest.raises(ValueError, match="not both"):
-        RouterSettings(handle_key=SecretStr("k" * 16), handle_key_file=file).secret()
+    with pytest.raises(KeyFileError, match="not both"):
+        RouterSettings(handle_key=SecretStr("k" * 16), handle_key_file=file).secrets()
+
+
+def test_a_file_of_handle_keys_has_one_a_line(tmp_path: Path) -> None:
+    """A rotation is one new line on top of the file."""
+    file = tmp_path / "keys"
+    file.write_text(f"\n{'new' * 8}\r\n\n  {'old' * 8}\n")
+    read = RouterSettings(handle_key_file=file).secrets()
+    assert read == [b"new" * 8, b"old" * 8]
+    file.write_text(f"{'new' * 8}\nshort\n")
+    with pytest.raises(KeyFileError, match="5 bytes"):
+        RouterSettings(handle_key_file=file).secrets()
+    for nothing in (tmp_path / "none", tmp_path):
+        with pytest.raises(KeyFileError, match="can't be read"):
+            RouterSettings(handle_key_file=nothing).secrets()
+
+
+def test_one_half_of_a_certificate_is_refused() -> None:
+    """A router that was to speak HTTPS does not come up without."""
+    with pytest.raises(ValidationError, match="tls_cert and tls_key"):
+        RouterSettings(tls_cert=Path("cert.pem"))
 
 
 def test_secrets_do_not_show_in_the_settings() -> None:

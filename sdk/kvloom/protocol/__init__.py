@@ -64,6 +64,7 @@ from .lease import (
 from .plan import (
     CONVERSATION_HEADER,
     EXPECTED_RETURN_HEADER,
+    FINAL_TURN_HEADER,
     HANDLE_HEADER,
     MAX_EXPECTED_RETURN_S,
     PLAN_HEADER,
@@ -80,6 +81,7 @@ __all__ = [
     "DIGEST_BYTES",
     "ENGINE_KEY",
     "EXPECTED_RETURN_HEADER",
+    "FINAL_TURN_HEADER",
     "HANDLE_HEADER",
     "HANDLE_KEY",
     "KV_TRANSFER_PARAMS",

@@ -21,6 +21,10 @@ the next one, should the answer end in tool calls."""
 MAX_EXPECTED_RETURN_S: Final = 86_400.0
 """Longer hints count as this one: nothing is kept for a day."""
 
+FINAL_TURN_HEADER: Final = "X-KVLoom-Final-Turn"
+"""``1`` says that the conversation ends with this turn: once it is answered its
+leases are released. Dynamo's ``X-Dynamo-Session-Final`` says the same."""
+
 PLAN_HEADER: Final = "X-KVLoom-Plan"
 """The :class:`PlanReport` of an answered turn."""
 

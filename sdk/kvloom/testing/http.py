@@ -249,9 +249,12 @@ def metrics_text(engine: "FakeEngine") -> str:
         "vllm:num_requests_running": engine.core.num_running,
         "vllm:num_requests_waiting": engine.core.num_waiting,
         "vllm:kv_cache_usage_perc": pool.num_held / pool.num_blocks,
+        "vllm:kvloom_leased_blocks": engine.leases.book.num_blocks,
     }
     label = f'engine="0",model_name="{engine.options.model}"'
     lines = [f"{name}{{{label}}} {value}" for name, value in gauges.items()]
+    config = f'block_size="{pool.block_size}",num_gpu_blocks="{pool.num_blocks}"'
+    lines.append(f'vllm:cache_config_info{{{config},engine="0"}} 1.0')
     for series, total in engine.counters.items():
         name, _, reason = series.partition("_total:")
         extra = f',finished_reason="{reason}"' if reason else ""

@@ -1,7 +1,10 @@
 """What a person sees while a cluster starts: live on a terminal, lines elsewhere."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +22,35 @@ from .launch import EngineUp
 def say_error(console: Console, text: str) -> None:
     """One error, loud; brackets in ``text`` are no markup."""
     console.print(f"[bold red]error:[/] [red]{escape(text)}[/]", highlight=False)
+
+
+STILL_S: Final = 15.0
+
+
+@asynccontextmanager
+async def still(
+    console: Console, what: str, *, every_s: float = STILL_S
+) -> AsyncIterator[None]:
+    """Say now and then that ``what`` goes on, where no bar moves.
+
+    A log that stands still for minutes looks like one of something that hangs.
+    """
+
+    async def say() -> None:
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(every_s)
+            console.print(f"  {what}: {time.monotonic() - began:.0f} s so far")
+
+    if console.is_terminal:
+        yield
+        return
+    saying = asyncio.create_task(say())
+    try:
+        yield
+    finally:
+        saying.cancel()
+        await asyncio.gather(saying, return_exceptions=True)
 
 
 class StartDisplay:

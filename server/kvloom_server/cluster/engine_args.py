@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
+
+LOOPBACK: Final = "127.0.0.1"
 
 
 class Role(StrEnum):
@@ -61,6 +63,12 @@ class EngineSlot:
     """CPU cores of the model's threads; empty: as vLLM likes."""
     gpus: tuple[str, ...] = ()
     """GPUs, by the names that ``CUDA_VISIBLE_DEVICES`` knows."""
+    bind_host: str = LOOPBACK
+    """Where its HTTP server listens."""
+    side_host: str = LOOPBACK
+    """Where NIXL's side channel listens, and other engines reach it."""
+    lease_host: str = LOOPBACK
+    """Where its lease service listens."""
 
     @property
     def url(self) -> str:
@@ -87,6 +95,8 @@ class Recipe:
     decode_args: tuple[str, ...] = ()
     extra_config: dict[str, Any] = field(default_factory=dict)
     """For ``kv_connector_extra_config``, over ours."""
+    python: str = sys.executable
+    """The interpreter that has vLLM."""
 
 
 # On loopback a token's KV moves in microseconds and is computed in a
@@ -98,12 +108,12 @@ def engine_command(slot: EngineSlot, recipe: Recipe) -> list[str]:
     """The command line that starts this engine."""
     model = recipe.model
     command = [
-        sys.executable,
+        recipe.python,
         "-m",
         "vllm.entrypoints.openai.api_server",
         f"--model={model.path}",
         f"--served-model-name={model.served_name}",
-        "--host=127.0.0.1",
+        f"--host={slot.bind_host}",
         f"--port={slot.http_port}",
         "--enable-prompt-tokens-details",
         f"--kv-transfer-config={json.dumps(_transfer_config(slot, recipe))}",
@@ -159,6 +169,8 @@ def _transfer_config(slot: EngineSlot, recipe: Recipe) -> dict[str, Any]:
     if is_ours:
         config["kv_connector_module_path"] = "kvloom_connector.connector"
         extra["lease_port"] = slot.lease_port
+        if slot.lease_host != LOOPBACK:
+            extra["lease_host"] = slot.lease_host
         if recipe.device is Device.CPU:
             extra["kv_recompute_threshold"] = CPU_RECOMPUTE_THRESHOLD
     extra.update(recipe.extra_config)
@@ -168,7 +180,7 @@ def _transfer_config(slot: EngineSlot, recipe: Recipe) -> dict[str, Any]:
 def engine_environment(slot: EngineSlot, recipe: Recipe) -> dict[str, str]:
     """What to add to the environment of this engine."""
     env = {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": slot.side_host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(slot.side_port),
         "VLLM_NO_USAGE_STATS": "1",
     }

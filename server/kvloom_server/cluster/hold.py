@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from kvloom.protocol import ClusterKeyError
 from kvloom_server.router.server import RouterStartError
+from kvloom_server.router.tracing import TracingUnavailableError
 
 from .console import say_error
 from .engine_args import Role
@@ -40,6 +41,7 @@ async def hold(settings: UpSettings, *, ready: Path | None, console: Console) ->
             ClusterKeyError,
             ModelUnavailableError,
             RouterStartError,
+            TracingUnavailableError,
             aiohttp.ClientError,
             OSError,
         ) as error:

@@ -3,7 +3,6 @@
 import asyncio
 import importlib.metadata
 import os
-import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from .engine_args import (
 )
 from .ports import free_ports
 from .processes import EngineProcess
+from .scratch import Scratch, remove_abandoned
 
 T = TypeVar("T")
 
@@ -127,10 +127,8 @@ class Cluster:
         self._start_timeout_s = start_timeout_s
         self._on_up = on_up
         self.processes: list[EngineProcess] = []
-        # A short name: paths of sockets have 107 characters at the most.
-        self._scratch = tempfile.TemporaryDirectory(
-            prefix="kvloom-", ignore_cleanup_errors=True
-        )
+        remove_abandoned()
+        self._scratch = Scratch()
         self._lost: list[EngineProcess] = []
         self._num_up = 0
 
@@ -148,7 +146,7 @@ class Cluster:
 
     async def _start(self) -> None:
         # Engines leave sockets behind in the folder for temporary files.
-        scratch = Path(self._scratch.name)
+        scratch = self._scratch.path
         own = {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
         for slot in self.slots:
             self.processes.append(
@@ -229,7 +227,7 @@ class Cluster:
     async def stop(self) -> None:
         """End every engine; nothing of them is left."""
         await asyncio.gather(*(process.stop() for process in self.processes))
-        self._scratch.cleanup()
+        self._scratch.remove()
 
 
 async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:

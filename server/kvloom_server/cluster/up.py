@@ -12,12 +12,13 @@ import aiohttp
 from rich.console import Console
 from rich.markup import escape
 
+from kvloom_server.logs import start_logging, stop_logging
 from kvloom_server.router import RouterServer
 from kvloom_server.settings import EngineSpec, Returns, RouterSettings
 
 from . import model as bundled
 from .checks import check_model, read_cluster_key
-from .console import StartDisplay
+from .console import StartDisplay, still
 from .engine_args import (
     Connector,
     Device,
@@ -76,13 +77,17 @@ class RunningCluster:
     model: str
     """The name to ask for."""
     log_dir: Path
+    has_leases: bool = True
+    """Whether the engines have kvloom's connector."""
 
     def urls(self, role: Role) -> list[str]:
         """The engines' own URLs."""
         return [slot.url for slot in self.slots if slot.role is role]
 
     def lease_addresses(self, role: Role) -> list[str]:
-        """Where the engines' lease services listen, with our connector."""
+        """Where the engines' lease services listen; none without our connector."""
+        if not self.has_leases:
+            return []
         return [slot.lease_address for slot in self.slots if slot.role is role]
 
     def as_json(self) -> dict[str, Any]:
@@ -136,20 +141,22 @@ async def local_cluster(
             start_timeout_s=settings.start_timeout_s,
             on_up=bar,
         )
-        await cluster.start()
+        async with still(console, "engines load"):
+            await cluster.start()
     try:
         # The engines know best: a passed-through flag may have renamed it.
         model = await cluster.while_all_run(served_model(slots[0].url))
         await cluster.while_all_run(
             _introduce(settings, slots, model, cluster_key, console)
         )
-        async with _router(settings, slots) as router:
+        async with _router(settings, slots, log_dir) as router:
             yield RunningCluster(
                 url=f"http://127.0.0.1:{router.port}",
                 slots=tuple(slots),
                 engines=cluster,
                 model=model,
                 log_dir=log_dir,
+                has_leases=settings.connector is Connector.KVLOOM,
             )
     finally:
         await cluster.stop()
@@ -253,11 +260,20 @@ def router_settings(settings: UpSettings, slots: list[EngineSlot]) -> RouterSett
 
 @asynccontextmanager
 async def _router(
-    settings: UpSettings, slots: list[EngineSlot]
+    settings: UpSettings, slots: list[EngineSlot], log_dir: Path
 ) -> AsyncIterator[RouterServer]:
-    router = RouterServer(router_settings(settings, slots))
-    await router.start()
+    wanted = router_settings(settings, slots)
+    log = start_logging(
+        level=wanted.log_level,
+        log_format=wanted.log_format,
+        path=log_dir / "router.log",
+    )
     try:
-        yield router
+        router = RouterServer(wanted)
+        await router.start()
+        try:
+            yield router
+        finally:
+            await router.stop()
     finally:
-        await router.stop()
+        stop_logging(log)

@@ -6,5 +6,6 @@ it builds.
 
 from .compose import build_app
 from .server import RouterServer, serve
+from .sources import EnginesFileError
 
-__all__ = ["RouterServer", "build_app", "serve"]
+__all__ = ["EnginesFileError", "RouterServer", "build_app", "serve"]

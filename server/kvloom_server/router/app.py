@@ -5,21 +5,45 @@ all that the router does with it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from typing import Final
 
 import msgspec
 
+from .access import Access
+from .admin import AdminApi, let_in
 from .api import Api
 from .endings import ending_of
 from .engines import Engines
-from .errors import BadRequestError, RouterError, no_engine, stopping
-from .exchange import JSON, ClientGoneError, Exchange, Receive, Scope, Send
+from .errors import (
+    BadRequestError,
+    RouterError,
+    no_engine,
+    not_starting,
+    out_of_time,
+    stopping,
+)
+from .exchange import (
+    JSON,
+    ClientGoneError,
+    Exchange,
+    OutOfTimeError,
+    Receive,
+    Scope,
+    Send,
+)
 from .feed import Feeds
 from .fields import FieldRules
 from .job import EngineAnswerError
 from .metrics import METRICS_CONTENT_TYPE, Metrics
+from .operator import ROOT as OPERATOR_ROOT
+from .operator import Operator
 from .passthrough import PassThrough
 from .paths import METHODS, passes
 from .request import parse_turn
@@ -33,8 +57,9 @@ Handler = Callable[[Exchange], Awaitable[str]]
 
 
 class RouterApp:
-    """Serves OpenAI's and Anthropic's endpoints, ``/health``, ``/metrics`` and
-    ``/openapi.json``; what else is the engines' API passes through."""
+    """Serves OpenAI's and Anthropic's endpoints, ``/health``, ``/metrics``,
+    ``/openapi.json`` and ``/kvloom/…``; what else is the engines' API passes
+    through."""
 
     def __init__(
         self,
@@ -43,9 +68,13 @@ class RouterApp:
         feeds: Feeds,
         conductor: Conductor,
         passthrough: PassThrough,
+        admin: AdminApi,
+        access: Access,
         metrics: Metrics,
+        operator: Operator,
         running: Callable[[], AbstractAsyncContextManager[None]],
         body_limit_bytes: int,
+        client_idle_timeout_s: float,
         openapi: bytes,
     ) -> None:
         """``running`` is entered at start-up and left at shutdown; ``openapi``
@@ -54,11 +83,18 @@ class RouterApp:
         self._feeds = feeds
         self._conductor = conductor
         self._passthrough = passthrough
+        self._admin = admin
+        self._access = access
         self._metrics = metrics
+        self._operator = operator
         self._rules = FieldRules()
         self._running = running
         self._openapi = openapi
         self._body_limit_bytes = body_limit_bytes
+        self._client_idle_timeout_s = client_idle_timeout_s
+        self._num_turns = 0
+        self._is_stopping = False
+        self._all_ended = asyncio.Event()
         self._routes: dict[str, tuple[frozenset[str], Handler]] = {
             **{api: (_POST, self._turn(api)) for api in Api},
             "/v1/models": (_GET, self._models),
@@ -73,11 +109,26 @@ class RouterApp:
         elif scope["type"] == "http":
             await self._answer(scope, Exchange(scope, receive, send))
 
+    def stopping(self) -> None:
+        """The server stops: end what would never end by itself."""
+        self._operator.stopping()
+
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """For those who run the application without a server."""
         async with self._running():
             yield
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more turns, and wait for the end of those that are open, at most
+        so long. Whoever asks now is told to come back, by name in ``/health``."""
+        self._is_stopping = True
+        self.stopping()
+        if not self._num_turns:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._all_ended.wait()
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -91,9 +142,10 @@ class RouterApp:
         path = _canonical(scope["path"])
         ending = ending_of(path)
         client.path, client.error_body = path, ending.error_body
-        route = self._route(path)
+        route = self._label(path)
         outcome = "error"
         try:
+            let_in(client, self._access.admit(path, client.headers))
             outcome = await self._handler(scope["method"], path)(client)
         except RouterError as error:
             outcome = error.code
@@ -105,14 +157,19 @@ class RouterApp:
             )
         except ClientGoneError:
             outcome = "client_gone"
+        except OutOfTimeError:
+            outcome = "out_of_time"
+            await client.cut_off(out_of_time())
         except asyncio.CancelledError:
             outcome = "cut_off"
             await _cut_off(client)
         finally:
             self._metrics.requests.labels(route, outcome).inc()
 
-    def _route(self, path: str) -> str:
-        """The path's name in the metrics, of which there are only so many."""
+    def _label(self, path: str) -> str:
+        """The path in the metrics, which are to stay few."""
+        if _is_operators(path):
+            return OPERATOR_ROOT
         if path in self._routes:
             return path
         return "passthrough" if passes(path) else "other"
@@ -121,8 +178,12 @@ class RouterApp:
         if path in self._routes:
             methods, handler = self._routes[path]
         elif passes(path):
-            methods, handler = METHODS, self._passthrough.relay
+            methods, handler = METHODS, self._pass_on
         else:
+            own = self._admin.handler(method, path)
+            own = own or self._operator.handler(method, path)
+            if own is not None:
+                return own
             raise BadRequestError(
                 f"There is no {path} here: this router serves "
                 f"{', '.join(self._routes)}, and what else is part of the "
@@ -140,11 +201,31 @@ class RouterApp:
 
     def _turn(self, api: Api) -> Handler:
         async def answer(client: Exchange) -> str:
-            body = await client.read(self._body_limit_bytes)
-            request = parse_turn(api, client.headers, body, self._rules)
-            return await self._conductor.carry_out(request, client)
+            with self._counted():
+                body = await client.read(
+                    self._body_limit_bytes, idle_s=self._client_idle_timeout_s
+                )
+                request = parse_turn(api, client.headers, body, self._rules)
+                return await self._conductor.carry_out(request, client)
 
         return answer
+
+    async def _pass_on(self, client: Exchange) -> str:
+        with self._counted():
+            return await self._passthrough.relay(client)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """An open answer, that a stop waits for."""
+        if self._is_stopping:
+            raise not_starting()
+        self._num_turns += 1
+        try:
+            yield
+        finally:
+            self._num_turns -= 1
+            if self._is_stopping and not self._num_turns:
+                self._all_ended.set()
 
     async def _models(self, client: Exchange) -> str:
         models = self._engines.models()
@@ -155,9 +236,12 @@ class RouterApp:
         return "ok"
 
     async def _health(self, client: Exchange) -> str:
-        is_up = any(engine.is_up for engine in self._engines.decode)
+        is_up = bool(self._engines.in_service())
+        status = "ok" if is_up else "no_decode_engine"
+        if self._is_stopping:
+            is_up, status = False, "stopping"
         report = {
-            "status": "ok" if is_up else "no_decode_engine",
+            "status": status,
             **self._engines.report(),
             "lease_feeds": self._feeds.report(),
         }
@@ -186,6 +270,10 @@ async def _cut_off(client: Exchange) -> None:
     task = asyncio.current_task()
     if task is not None:
         task.uncancel()
+
+
+def _is_operators(path: str) -> bool:
+    return path == OPERATOR_ROOT or path.startswith(f"{OPERATOR_ROOT}/")
 
 
 def _canonical(path: str) -> str:

@@ -1,35 +1,59 @@
 """The composition root: everything is made and wired here, and nowhere else."""
 
+import asyncio
 import logging
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 
+from kvloom_server.keys import read_api_keys
 from kvloom_server.settings import RouterSettings
 
+from .access import Access, KeyRing, is_loopback
+from .admin import AdminApi
 from .app import RouterApp
+from .background import started, stopped
+from .census import Census
+from .chronicle import Chronicle
 from .decode import DecodeLeg
 from .derive import Chains
 from .directory import Directory, Let
-from .engines import Engine, Engines
+from .ended import EndedConversations
+from .engine import Engine, Role
+from .engines import Engines
 from .experience import Experience
 from .feed import PROBE_S, Feeds, Followed
+from .membership import FLAGS, Entry
+from .memory import MemoryPoll
 from .metrics import Metrics
 from .naming import Names
+from .operator import Operator
 from .passthrough import PassThrough
 from .prefill import PrefillLeg
+from .roster import Roster
+from .scene import Scene
 from .seal import Sealer
+from .sources import DnsSource, FileSource, Sources
 from .strays import Strays
-from .turn import Conductor
+from .tenancy import Tenancy
+from .tls import check_tls
+from .tracing import NoTraces, Traces, otel_traces
+from .turn import Conductor, Limits
 from .upstream import AiohttpUpstream, Upstream
 from .warm import Warmer
 
 log = logging.getLogger(__name__)
+
+SWEEP_S: Final = 30.0
+"""How often the map is swept."""
 
 
 def build_app(
@@ -37,6 +61,7 @@ def build_app(
     *,
     upstream: Upstream | None = None,
     registry: CollectorRegistry | None = None,
+    traces: Traces | None = None,
     clock: Callable[[], float] = time.perf_counter,
     wall_clock: Callable[[], float] = time.time,
 ) -> RouterApp:
@@ -47,35 +72,44 @@ def build_app(
         upstream: how engines are reached; by default an aiohttp client that
             lives as long as the application. One that is given is not closed.
         registry: takes the metrics; a new one by default.
+        traces: where spans go; by default as the settings say.
         clock: seconds that never go back, for durations.
         wall_clock: Unix time, for the leases' deadlines.
 
     Raises:
-        ValueError: the handle key is of no use.
-        OSError: its file can't be read.
+        KeyFileError: a key, or a file of keys or certificates, is of no use.
+        EnginesFileError: the engines file is of no use.
+        TracingUnavailableError: traces are on, and OpenTelemetry is missing.
     """
+    check_tls(settings)
     own = _aiohttp(settings)
     reach = own if upstream is None else upstream
     parts = _parts(
         settings,
         upstream=reach,
         metrics=Metrics(registry if registry is not None else CollectorRegistry()),
+        traces=traces if traces is not None else _traces(settings),
         clock=clock,
         wall_clock=wall_clock,
     )
     prefill = _prefill(parts)
+    operator = _operator(parts)
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             if reach is own:
                 await stack.enter_async_context(own)
+            await stack.enter_async_context(parts.sources.watched())
             await stack.enter_async_context(parts.engines.watched())
             up = {engine.name for engine in parts.engines if engine.is_up}
             await stack.enter_async_context(parts.feeds.running(up))
             stack.push_async_callback(parts.strays.close)
             stack.push_async_callback(prefill.close)
             stack.push_async_callback(parts.warmer.close)
+            sweeping = started(_sweep(parts), name="kvloom-sweep")
+            stack.push_async_callback(stopped, sweeping)
+            stack.push_async_callback(operator.close)
             yield
 
     return RouterApp(
@@ -87,10 +121,22 @@ def build_app(
             upstream=parts.upstream,
             api_key=parts.api_key,
             body_limit_bytes=settings.body_limit_bytes,
+            request_timeout_s=settings.request_timeout_s,
+            client_idle_timeout_s=settings.client_idle_timeout_s,
         ),
+        admin=AdminApi(
+            engines=parts.engines,
+            feeds=parts.feeds,
+            directory=parts.directory,
+            ended=parts.ended,
+            roster=parts.roster,
+        ),
+        access=_access(settings),
         metrics=parts.metrics,
+        operator=operator,
         running=running,
         body_limit_bytes=settings.body_limit_bytes,
+        client_idle_timeout_s=settings.client_idle_timeout_s,
         openapi=files(__package__).joinpath("openapi.json").read_bytes(),
     )
 
@@ -105,11 +151,16 @@ class _Parts:
     engines: Engines
     directory: Directory
     feeds: Feeds
+    roster: Roster
+    sources: Sources
+    ended: EndedConversations
     strays: Strays
     warmer: Warmer
     experience: Experience
+    secrets: Sequence[bytes]
     sealer: Sealer
     metrics: Metrics
+    chronicle: Chronicle
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
@@ -119,6 +170,7 @@ def _parts(
     *,
     upstream: Upstream,
     metrics: Metrics,
+    traces: Traces,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
 ) -> _Parts:
@@ -127,18 +179,20 @@ def _parts(
     directory = Directory(
         max_conversations=settings.max_conversations,
         idle_s=settings.conversation_idle_s,
+        max_bytes=settings.max_map_bytes,
     )
-    metrics.watch_conversations(lambda: len(directory))
     engines = Engines(
-        prefill=settings.prefill,
-        decode=settings.decode,
         upstream=upstream,
         health_interval_s=settings.health_interval_s,
         health_timeout_s=settings.health_timeout_s,
         hang_after_s=settings.hang_after_s,
+        max_turns=settings.max_turns_per_engine,
+        failures_to_rest=settings.failures_to_rest,
+        min_share=settings.min_engine_share,
         api_key=api_key,
         clock=clock,
     )
+    metrics.watch(Census(engines, directory))
     strays = Strays(
         engines=engines, upstream=upstream, api_key=api_key, count=metrics.stray
     )
@@ -155,6 +209,14 @@ def _parts(
         max_at_once=settings.max_warm_ups,
         clock=clock,
     )
+    roster = Roster(
+        engines=engines,
+        feeds=feeds,
+        directory=directory,
+        followed=partial(_followed, settings),
+        on_left=(warmer.make_way, experience.learner.forget),
+    )
+    secrets = _secrets(settings)
     return _Parts(
         settings=settings,
         upstream=upstream,
@@ -162,14 +224,45 @@ def _parts(
         engines=engines,
         directory=directory,
         feeds=feeds,
+        roster=roster,
+        sources=_sources(settings, roster),
+        ended=EndedConversations(
+            directory=directory,
+            feeds=feeds,
+            on_end=(warmer.turn_began, experience.paces.forget),
+        ),
         strays=strays,
         warmer=warmer,
         experience=experience,
-        sealer=_sealer(settings),
+        secrets=secrets,
+        sealer=Sealer(secrets, cluster=settings.cluster_name),
         metrics=metrics,
+        chronicle=Chronicle(traces=traces, clock=clock, wall_clock=wall_clock),
         clock=clock,
         wall_clock=wall_clock,
     )
+
+
+def _operator(parts: _Parts) -> Operator:
+    memory = MemoryPoll(
+        engines=parts.engines,
+        upstream=parts.upstream,
+        api_key=parts.api_key,
+        clock=parts.wall_clock,
+    )
+    scene = Scene(
+        engines=parts.engines,
+        directory=parts.directory,
+        feeds=parts.feeds,
+        chronicle=parts.chronicle,
+        memory=memory,
+        clock=parts.wall_clock,
+    )
+    return Operator(scene=scene, engines=parts.engines, chronicle=parts.chronicle)
+
+
+def _traces(settings: RouterSettings) -> Traces:
+    return otel_traces() if settings.traces else NoTraces()
 
 
 def _prefill(parts: _Parts) -> PrefillLeg:
@@ -215,11 +308,20 @@ def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
         warmer=parts.warmer,
         experience=parts.experience,
         sealer=parts.sealer,
+        tenancy=Tenancy(parts.secrets),
+        ended=parts.ended,
+        limits=Limits(
+            max_waiting=parts.settings.max_waiting,
+            max_wait_s=parts.settings.max_wait_s,
+            request_timeout_s=parts.settings.request_timeout_s,
+            client_idle_timeout_s=parts.settings.client_idle_timeout_s,
+        ),
         metrics=parts.metrics,
         names=Names(
             directory=parts.directory,
             chains=_chains(parts.settings),
         ),
+        chronicle=parts.chronicle,
         mode=parts.settings.return_mode,
         can_return=parts.settings.connector == "kvloom",
         clock=parts.clock,
@@ -248,6 +350,7 @@ def _aiohttp(settings: RouterSettings) -> AiohttpUpstream:
     return AiohttpUpstream(
         connect_timeout_s=settings.connect_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
+        ca_file=settings.upstream_ca_file,
     )
 
 
@@ -262,7 +365,6 @@ def _feeds(
         metrics.handle("released")
 
     feeds = Feeds(
-        _followed(settings, engines),
         directory=directory,
         clock=wall_clock,
         on_release=released,
@@ -271,37 +373,72 @@ def _feeds(
 
     def changed(engine: Engine) -> None:
         feeds.kick(engine.name)
-        if not engine.is_up:
+        if not engine.standing.is_healthy:
             directory.cooled(engine.name)
 
     engines.on_change.append(changed)
     return feeds
 
 
-def _followed(settings: RouterSettings, engines: Engines) -> list[Followed]:
-    """The engines with a lease service, of both kinds."""
-    if settings.connector != "kvloom":
-        return []
-    return [
-        Followed(
-            name=engine.name,
-            address=engine.spec.lease_address,
-            pulse=engine.pulse,
-            is_busy=partial(_is_busy, engine),
-            probe_s=min(PROBE_S, settings.hang_after_s / 5),
-        )
-        for engine in engines
-        if engine.spec.lease_address is not None
-    ]
+def _followed(settings: RouterSettings, engine: Engine) -> Followed | None:
+    """How an engine's lease service is followed, if it has one."""
+    address = engine.spec.lease_address
+    if settings.connector != "kvloom" or address is None:
+        return None
+    return Followed(
+        name=engine.name,
+        address=address,
+        pulse=engine.pulse,
+        is_busy=partial(_is_busy, engine),
+        probe_s=min(PROBE_S, settings.hang_after_s / 5),
+    )
 
 
 def _is_busy(engine: Engine) -> bool:
     return engine.num_in_flight > 0
 
 
-def _sealer(settings: RouterSettings) -> Sealer:
-    secret = settings.secret()
-    if secret is not None:
-        return Sealer([secret])
-    log.info("event=random_handle_key: handles will not outlive this process")
-    return Sealer.with_random_key()
+def _sources(settings: RouterSettings, roster: Roster) -> Sources:
+    """Where engines are named; those of the flags and the file are members."""
+    named = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
+    flags = [Entry(role=role, spec=spec) for role, specs in named for spec in specs]
+    roster.say(FLAGS, flags)
+    file = None
+    if settings.engines_file is not None:
+        file = FileSource(
+            settings.engines_file, roster=roster, interval_s=settings.file_interval_s
+        )
+        file.read_first()
+    dns = DnsSource(roster=roster, interval_s=settings.dns_interval_s)
+    return Sources(file=file, dns=dns)
+
+
+def _access(settings: RouterSettings) -> Access:
+    return Access(
+        clients=_key_ring(settings.client_keys_file),
+        admins=_key_ring(settings.admin_keys_file),
+        is_local=is_loopback(settings.host),
+        has_open_metrics=settings.open_metrics,
+    )
+
+
+def _key_ring(file: Path | None) -> KeyRing | None:
+    return None if file is None else KeyRing(read_api_keys(file))
+
+
+async def _sweep(parts: _Parts) -> None:
+    """Conversations leave the map also while nobody speaks."""
+    while True:
+        await asyncio.sleep(min(SWEEP_S, parts.settings.conversation_idle_s))
+        parts.feeds.let_go(parts.directory.sweep(parts.wall_clock()))
+
+
+def _secrets(settings: RouterSettings) -> list[bytes]:
+    given = settings.secrets()
+    if given:
+        return given
+    log.info(
+        "event=random_handle_key: handles will not outlive this process, nor will "
+        "what engines have cached for tenants"
+    )
+    return [secrets.token_bytes(32)]

@@ -6,28 +6,27 @@ gets an error event. The last event carries the handle of the turn's lease.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport, PromptRef
+from kvloom.protocol import HANDLE_HEADER, PlanReport, PromptRef
 
 from .ahead import Ahead
 from .directory import Directory, continues
-from .endings import ENDINGS
-from .engines import Engine, Engines
-from .errors import RouterError, engine_failed, engine_failed_midway
+from .engine import Engine, EngineLostError
+from .engines import Engines
+from .errors import engine_failed
 from .exchange import Exchange
 from .experience import Experience
 from .feed import Feeds
-from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault, kept
+from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault
 from .legs import decode_body
 from .metrics import Metrics
 from .plan import Lease, next_decode
-from .replay import KeptAnswer
+from .relay import Granted, Relay
 from .seal import Binding, Sealed, Sealer
-from .splice import TailSplicer
 from .strays import Strays
 from .upstream import (
     BrokenError,
@@ -35,13 +34,10 @@ from .upstream import (
     UpstreamError,
     UpstreamRequest,
     UpstreamResponse,
-    read_all,
 )
 from .warm import Warmer
 
 log = logging.getLogger(__name__)
-
-Granted = asyncio.Future[Lease | None]
 
 KEPT_S: Final = 60.0
 """Until when a handle says that a lease lives which was just now renewed for as
@@ -98,7 +94,7 @@ class DecodeLeg:
         if address is None or decode.spec.lease_address is None:
             return
         awaited = PromptRef(name=job.turn_id, address=address)
-        request = self._request(decode, job, None, awaited)
+        request = self._request(decode, job, None, awaited=awaited)
         job.ahead = Ahead.of(
             self._upstream.send(request),
             prefill=prefill,
@@ -121,20 +117,26 @@ class DecodeLeg:
         refused: EngineAnswerError | None = None
         while name is not None and len(job.tried) < MAX_ATTEMPTS:
             engine = self._engines[name]
+            job.seats.take(engine)
             try:
                 return await self._at(engine, job, params, client)
             except EngineAnswerError as error:
+                engine.answered(error.status)
                 if not is_engines_fault(error.status):
                     raise
                 refused, params = error, None
                 self._strays.release(job)
             except UpstreamError as error:
                 self._failed(engine, job, error)
+                if not isinstance(error, EngineLostError):
+                    engine.broke()
                 # Prefill frees its blocks once they were read, so that whoever
                 # may have read them can't be followed by another.
                 if isinstance(error, BrokenError):
                     params, job.is_taken = None, True
             job.tried.append(name)
+            job.num_retries += 1
+            self._metrics.retries.labels("decode").inc()
             job.rename()
             name = self._next(job)
         raise _last_word(refused)
@@ -142,7 +144,7 @@ class DecodeLeg:
     def _first(self, job: Job) -> str | None:
         """The planned engine, unless it was lost while prefill worked."""
         planned = self._engines[job.plan.decode]
-        if planned.is_up:
+        if not planned.is_lost:
             return planned.name
         # One that is only down is tried when there is no other: it is quick to
         # refuse, and may be back.
@@ -150,7 +152,9 @@ class DecodeLeg:
 
     def _next(self, job: Job) -> str | None:
         # As the engines are now, not as they were when the turn was planned.
-        fleet = self._engines.fleet(job.request.model, self._directory.num_bound)
+        fleet = self._engines.fleet(
+            job.request.model, self._directory.num_bound, self._directory.num_resident
+        )
         return next_decode(job.turn, fleet, tried=job.tried)
 
     async def _at(
@@ -169,10 +173,13 @@ class DecodeLeg:
         ):
             self._directory.supersede(job.turn_id, lease)
         began = self._clock()
-        with self._feeds.announcements.expected(job.turn_id) as granted:
+        with (
+            self._feeds.announcements.expected(job.turn_id) as granted,
+            job.trace.leg("decode", engine) as trace,
+        ):
             kept = self._warmer.keeper(job)
-            relay = _Relay(self, engine, job, client, granted, began, kept)
-            outcome = await relay.run(partial(self._send, engine, job, params))
+            relay = Relay(self, engine, job, client, granted, began, kept)
+            outcome = await relay.run(partial(self._send, engine, job, params, trace))
             if outcome == "ok":
                 self._experience.ended(job, self._clock())
                 lease = granted.result() if granted.done() else None
@@ -180,7 +187,11 @@ class DecodeLeg:
             return outcome
 
     async def _send(
-        self, engine: Engine, job: Job, params: dict[str, Any] | None
+        self,
+        engine: Engine,
+        job: Job,
+        params: dict[str, Any] | None,
+        trace: Mapping[str, str],
     ) -> UpstreamResponse:
         """The leg's answer: of the one that went ahead, or of a new one."""
         ahead = job.ahead
@@ -188,14 +199,17 @@ class DecodeLeg:
             job.ahead = None
             return await ahead.sending
         await job.drop_ahead()
-        return await self._upstream.send(self._request(engine, job, params))
+        request = self._request(engine, job, params, trace=trace)
+        return await self._upstream.send(request)
 
     def _request(
         self,
         engine: Engine,
         job: Job,
         params: dict[str, Any] | None,
+        *,
         awaited: PromptRef | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> UpstreamRequest:
         body = decode_body(
             job.request.body,
@@ -205,17 +219,20 @@ class DecodeLeg:
             expected_return_s=self._experience.expected_return_s(job),
             awaited=awaited,
         )
-        return job.leg(engine, body, api_key=self._api_key)
+        return job.leg(engine, body, api_key=self._api_key, trace=trace)
 
     def answered(self, engine: Engine, job: Job, began: float) -> PlanReport:
         """The first byte is there: remember who answers."""
+        engine.answered(200)
         now = self._clock()
         job.engines_s += now - began
-        job.ttft_s = now - job.arrived
-        report = job.report(engine.name)
+        job.ttft_s, job.decode_s = now - job.arrived, now - began
+        job.decode = engine.name
+        report = job.report()
         self._metrics.answered(report, decode_s=now - began, ttft_s=job.ttft_s)
         self._metrics.overhead.observe(max(job.ttft_s - job.engines_s, 0.0))
         if job.turn.tag is not None:
+            self._note_move(job, engine)
             let = self._directory.began(
                 job.turn.tag,
                 prefill=job.prefill.name if job.prefill else None,
@@ -229,6 +246,16 @@ class DecodeLeg:
         """The first bytes of a stream are there, which a whole answer's are not
         before its end."""
         self._experience.streamed(job, engine.name, self._clock() - began)
+
+    def _note_move(self, job: Job, engine: Engine) -> None:
+        """Count a conversation that leaves its decode engine."""
+        if job.bound_to is None or job.bound_to == engine.name:
+            return
+        if job.bound_to in job.tried:
+            reason = "failed"
+        else:
+            reason = _why_left(self._engines.find(job.bound_to))
+        self._metrics.rebinds.labels(reason).inc()
 
     async def handle_for(
         self, engine: Engine, job: Job, granted: Granted
@@ -244,6 +271,8 @@ class DecodeLeg:
         lease = granted.result() if granted.done() else None
         if lease is None:
             self._metrics.handle("declined" if granted.done() else "late")
+            return None
+        if job.is_final:
             return None
         self._metrics.handle("sealed")
         deadline = lease.deadline_unix
@@ -278,7 +307,9 @@ class DecodeLeg:
                 num_tokens=lease.num_tokens,
                 deadline_unix=lease.deadline_unix,
             ),
-            Binding(conversation=job.turn.tag, model=job.request.model),
+            Binding(
+                conversation=job.turn.tag, model=job.request.model, tenant=job.tenant
+            ),
         )
 
     def broke(self, engine: Engine, job: Job, error: UpstreamError) -> None:
@@ -288,113 +319,6 @@ class DecodeLeg:
     def _failed(self, engine: Engine, job: Job, error: UpstreamError) -> None:
         self._engines.failed(engine, error)
         log.warning("engine=%s turn=%s event=decode_failed", engine.name, job.turn_id)
-
-
-class _Relay:
-    """One decode engine's answer on its way to the client."""
-
-    def __init__(
-        self,
-        leg: DecodeLeg,
-        engine: Engine,
-        job: Job,
-        client: Exchange,
-        granted: Granted,
-        began: float,
-        kept: KeptAnswer | None,
-    ) -> None:
-        self._kept = kept
-        self._leg = leg
-        self._engine = engine
-        self._job = job
-        self._client = client
-        self._granted = granted
-        self._began = began
-        self._ending = ENDINGS[job.request.api]
-        self._splicer = TailSplicer(self._ending)
-        self._last = b""
-        """What came last, for the error that may have to follow it."""
-
-    async def run(self, send: Callable[[], Awaitable[UpstreamResponse]]) -> str:
-        try:
-            async with self._engine.leg():
-                response = await send()
-                try:
-                    if response.status == 200 and _is_stream(response):
-                        return await self._stream(response)
-                    body = await read_all(response)
-                finally:
-                    await response.abort()
-        except BrokenError as error:
-            # Until the first byte another engine may answer.
-            if not self._client.has_started:
-                raise
-            return await self._break_off(error)
-        if response.status != 200:
-            raise EngineAnswerError(response.status, response.headers, body)
-        if self._kept is not None:
-            self._kept.feed(body)
-        headers, handle = self._headers(response), await self._handle()
-        if handle is not None and self._ending.by_header:
-            headers.append((HANDLE_HEADER.lower(), handle))
-        await self._client.reply(200, headers, self._ending.whole(body, handle))
-        return "ok"
-
-    async def _stream(self, response: UpstreamResponse) -> str:
-        chunks = response.body()
-        if self._kept is not None:
-            self._kept.is_stream = True
-        # Not before the first bytes: until then another engine may answer.
-        first = await anext(chunks, b"")
-        self._leg.streams(self._engine, self._job, self._began)
-        headers = self._headers(response)
-        if self._ending.by_header:
-            headers += self._leg.early_handle(self._engine, self._job)
-        await self._client.open_stream(200, headers, farewell=self._farewell)
-        await self._pass_on(first)
-        async for chunk in chunks:
-            await self._pass_on(chunk)
-        await self._client.end(self._splicer.finish(None))
-        return "ok"
-
-    async def _pass_on(self, chunk: bytes) -> None:
-        self._engine.worked()
-        if self._kept is not None:
-            self._kept.feed(chunk)
-        self._last = chunk
-        data = self._splicer.feed(chunk)
-        if self._splicer.is_done and not self._ending.by_header:
-            data += self._splicer.finish(await self._handle())
-        elif self._splicer.is_done:
-            await self._client.chunk(data + self._splicer.finish(None))
-            # The client has the handle; its lease may have to be kept.
-            await self._handle()
-            return
-        if data:
-            await self._client.chunk(data)
-
-    async def _break_off(self, error: BrokenError) -> str:
-        is_whole = self._splicer.is_done or self._splicer.is_finished
-        await self._client.end(self._farewell(engine_failed_midway()))
-        if is_whole:
-            return "ok"
-        self._leg.broke(self._engine, self._job, error)
-        return "broken"
-
-    def _farewell(self, error: RouterError) -> bytes:
-        """The rest of the stream, which ends now; an error if it is not whole."""
-        if self._splicer.is_done or self._splicer.is_finished:
-            return self._splicer.finish(None)
-        rest = self._splicer.abandon()
-        return rest + self._ending.error_event(error, self._last)
-
-    def _headers(self, response: UpstreamResponse) -> list[tuple[str, str]]:
-        self._job.is_taken = True
-        report = self._leg.answered(self._engine, self._job, self._began)
-        return [*kept(response.headers), (PLAN_HEADER.lower(), report.encode())]
-
-    async def _handle(self) -> str | None:
-        return await self._leg.handle_for(self._engine, self._job, self._granted)
 
 
 def _goes_on(job: Job, engine: Engine, lease: Lease) -> bool:
@@ -407,14 +331,16 @@ def _goes_on(job: Job, engine: Engine, lease: Lease) -> bool:
     return continues(job.outcome, lease)
 
 
+def _why_left(former: Engine | None) -> str:
+    """Why a conversation is no longer at this engine, where no leg failed."""
+    if former is None or not former.is_up:
+        return "engine_down"
+    return "draining" if former.standing.is_draining else "placement"
+
+
 def _last_word(refused: EngineAnswerError | None) -> Exception:
     """What the client gets when no engine answered: an engine that is busy may
     say so itself; that it failed says nothing about the request."""
     if refused is not None and refused.status < 500:
         return refused
     return engine_failed()
-
-
-def _is_stream(response: UpstreamResponse) -> bool:
-    kinds = (v for n, v in response.headers if n == "content-type")
-    return next(kinds, "").startswith("text/event-stream")

@@ -1,5 +1,6 @@
 """The engines: which are up, what they serve, how busy they are.
 
+They come and go; one that left is kept until what it works at is done.
 Health is polled; a failed connection counts at once. An engine that is only
 slow to answer its health check stays in until it was so several times. One
 whose core is silent is out although its HTTP server answers. The legs of an
@@ -16,15 +17,17 @@ from typing import Any, Final
 
 import msgspec
 
-from kvloom_server.settings import EngineSpec
+from kvloom_server.addresses import EngineSpec
 
 from .background import started, stopped
-from .identity import short_digest
+from .breaker import FAILURES_TO_REST, kept_in
+from .engine import Engine as Engine
+from .engine import EngineLostError as EngineLostError
+from .engine import Role
 from .plan import EngineView, Fleet
 from .pulse import Pulse
-from .standing import Condition, Standing
+from .standing import Condition
 from .upstream import (
-    BrokenError,
     UnreachableError,
     Upstream,
     UpstreamError,
@@ -36,94 +39,6 @@ log = logging.getLogger(__name__)
 
 MAX_SLOW_CHECKS: Final = 3
 """A busy engine answers late; so many late answers in a row mean down."""
-
-
-class EngineLostError(BrokenError):
-    """The engine went down or hung while it worked at a leg."""
-
-
-class Engine:
-    """One engine as the router sees it now."""
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        *,
-        name: str,
-        pulse: Pulse,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.spec = spec
-        self.name = name
-        self.pulse = pulse
-        self.standing = Standing()
-        self.mark = short_digest(spec.url)
-        """Stands for the engine in handles: the same at every start."""
-        self.num_in_flight = 0
-        self.idle = asyncio.Event()
-        """Set while nothing is in flight."""
-        self.idle.set()
-        self.models: dict[str, msgspec.Raw] = {}
-        """What ``/v1/models`` said last, by id; kept while it is down."""
-        self.num_slow_checks = 0
-        self.has_worked = False
-        """Whether bytes of an answer came since the last health check."""
-        self._clock = clock
-        self._legs: set[asyncio.Timeout] = set()
-
-    def __repr__(self) -> str:
-        return f"Engine({self.name} {self.condition}, {self.num_in_flight} in flight)"
-
-    @property
-    def condition(self) -> Condition:
-        return self.standing.condition(self._clock(), num_in_flight=self.num_in_flight)
-
-    @property
-    def is_up(self) -> bool:
-        """Whether it may get work."""
-        return self.condition is Condition.UP
-
-    @asynccontextmanager
-    async def leg(self) -> AsyncIterator[None]:
-        """One request in flight, which ends when the engine is lost.
-
-        Raises:
-            EngineLostError: the engine was lost inside the block.
-        """
-        self.num_in_flight += 1
-        self.idle.clear()
-        try:
-            async with asyncio.timeout(None) as leg:
-                self._legs.add(leg)
-                yield
-        except TimeoutError:
-            if not leg.expired():
-                raise
-            raise EngineLostError("it went down or hung") from None
-        finally:
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
-                self.idle.set()
-            self._legs.discard(leg)
-
-    def worked(self) -> None:
-        """Bytes of an answer came."""
-        self.has_worked = True
-        self.pulse.worked()
-
-    def lose_legs(self) -> None:
-        """End what is in flight: the engine will not."""
-        legs, self._legs = self._legs, set()
-        for leg in legs:
-            leg.reschedule(asyncio.get_running_loop().time())
-
-    def was_late(self) -> None:
-        """A leg ran out of time: let others do the next ones."""
-        self.standing.was_late(self._clock())
-
-    def serves(self, model: str) -> bool:
-        """Whether it may serve ``model``; one never seen may serve anything."""
-        return not model or not self.models or model in self.models
 
 
 class _ModelList(msgspec.Struct):
@@ -140,21 +55,37 @@ class Engines:
     def __init__(
         self,
         *,
-        prefill: Iterable[EngineSpec],
-        decode: Iterable[EngineSpec],
+        prefill: Iterable[EngineSpec] = (),
+        decode: Iterable[EngineSpec] = (),
         upstream: Upstream,
         health_interval_s: float,
         health_timeout_s: float,
         hang_after_s: float = 10.0,
+        max_turns: int | None = None,
+        failures_to_rest: int = FAILURES_TO_REST,
+        min_share: float = 0.5,
         api_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``hang_after_s``: so long an engine core may be silent."""
+        """
+        Args:
+            prefill: the engines that are there from the start.
+            decode: likewise.
+            upstream: how they are reached.
+            health_interval_s: between two looks at one engine.
+            health_timeout_s: for each look.
+            hang_after_s: so long an engine core may be silent.
+            max_turns: at one engine at a time.
+            failures_to_rest: in a row, before an engine rests.
+            min_share: of the engines, that get work however often they fail.
+            api_key: the engines' own.
+            clock: seconds that never go back.
+        """
         self._hang_after_s = hang_after_s
+        self._max_turns = max_turns
+        self._failures_to_rest = failures_to_rest
+        self._min_share = min_share
         self._clock = clock
-        self.prefill = self._made(prefill, "p")
-        self.decode = self._made(decode, "d")
-        self._by_name = {engine.name: engine for engine in self}
         self._upstream = upstream
         self._interval_s = health_interval_s
         self._timeout_s = health_timeout_s
@@ -166,26 +97,76 @@ class Engines:
         """Engines that seem hung and are being asked for a token."""
         self.on_change: list[Callable[[Engine], None]] = []
         """Called when an engine has come up or gone down."""
+        self.on_room: list[Callable[[], None]] = []
+        """Called when one may take a turn that could not before."""
+        self._by_name: dict[str, Engine] = {}
+        self._left: dict[str, Engine] = {}
+        """Engines that are no longer members, while turns are at them."""
+        self._num_named = {role: 0 for role in Role}
+        for role, specs in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            for spec in specs:
+                self.add(role, spec)
 
-    def _made(self, specs: Iterable[EngineSpec], role: str) -> tuple[Engine, ...]:
-        return tuple(
-            Engine(
-                spec,
-                name=f"{role}{i}",
-                pulse=Pulse(
-                    hang_after_s=self._hang_after_s,
-                    judge=partial(self._judged, f"{role}{i}"),
-                ),
-                clock=self._clock,
-            )
-            for i, spec in enumerate(specs)
+    # --- members
+
+    def add(self, role: Role, spec: EngineSpec) -> Engine:
+        """A new engine; it gets work once it was seen healthy."""
+        name = f"{role[0]}{self._num_named[role]}"
+        self._num_named[role] += 1  # no name stands for two engines, ever
+        engine = Engine(
+            spec,
+            role=role,
+            name=name,
+            pulse=Pulse(
+                hang_after_s=self._hang_after_s, judge=partial(self._judged, name)
+            ),
+            max_turns=self._max_turns,
+            failures_to_rest=self._failures_to_rest,
+            clock=self._clock,
         )
+        self._by_name[name] = engine
+        self._look_again.set()
+        return engine
+
+    def remove(self, name: str) -> Engine:
+        """An engine that gets nothing new; what it works at goes on.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        engine = self._by_name.pop(name)
+        self._left[name] = engine
+        engine.pulse.forget()
+        self._forget_idle()
+        return engine
+
+    @property
+    def prefill(self) -> tuple[Engine, ...]:
+        return tuple(e for e in self._by_name.values() if e.role is Role.PREFILL)
+
+    @property
+    def decode(self) -> tuple[Engine, ...]:
+        return tuple(e for e in self._by_name.values() if e.role is Role.DECODE)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter((*self.prefill, *self.decode))
 
     def __getitem__(self, name: str) -> Engine:
-        return self._by_name[name]
+        """An engine that a turn was planned for, or that is a member.
+
+        Raises:
+            KeyError: it is neither.
+        """
+        return self._by_name[name] if name in self._by_name else self._left[name]
+
+    def find(self, name: str) -> Engine | None:
+        """A member by its name."""
+        return self._by_name.get(name)
+
+    def _forget_idle(self) -> None:
+        self._left = {n: e for n, e in self._left.items() if not e.is_idle}
+
+    # --- what they can do
 
     def with_mark(self, mark: bytes) -> Engine | None:
         """The decode engine that a handle names."""
@@ -205,21 +186,69 @@ class Engines:
             num_resident: tokens that a decode engine keeps in leases.
         """
         return Fleet(
-            prefill=[_view(e, 0) for e in self.prefill if e.serves(model)],
-            decode=[
-                _view(e, num_bound(e.name), num_resident(e.name))
-                for e in self.decode
-                if e.serves(model)
-            ],
+            prefill=self._views(self.prefill, model),
+            decode=self._views(self.decode, model, num_bound, num_resident),
         )
 
+    def _views(
+        self,
+        engines: Iterable[Engine],
+        model: str,
+        num_bound: Callable[[str], int] = lambda _name: 0,
+        num_resident: Callable[[str], int] = lambda _name: 0,
+    ) -> list[EngineView]:
+        able = [engine for engine in engines if engine.serves(model)]
+        spared = self._spared(able)
+        return [
+            EngineView(
+                name=e.name,
+                is_up=e.is_up or e.name in spared,
+                is_draining=e.standing.is_draining,
+                is_full=e.is_full,
+                num_in_flight=e.num_in_flight,
+                num_conversations=num_bound(e.name),
+                resident_tokens=num_resident(e.name),
+            )
+            for e in able
+        ]
+
+    def _spared(self, engines: Iterable[Engine]) -> set[str]:
+        """Engines that rest because they fail, and get work nevertheless."""
+        conditions = [(engine, engine.condition) for engine in engines]
+        resting = {
+            engine.name: engine.standing.breaker.rests_until
+            for engine, condition in conditions
+            if condition is Condition.RESTING and not engine.standing.breaker.is_late
+        }
+        num_up = sum(condition is Condition.UP for _, condition in conditions)
+        return kept_in(resting, num_up=num_up, min_share=self._min_share)
+
+    def in_service(self) -> list[Engine]:
+        """Decode engines that answer turns now."""
+        spared = self._spared(self.decode)
+        return [e for e in self.decode if e.is_up or e.name in spared]
+
     def models(self) -> list[msgspec.Raw]:
-        """The models of all decode engines that are up, each once."""
+        """The models of all decode engines in service, each once."""
         merged: dict[str, msgspec.Raw] = {}
-        for engine in self.decode:
-            if engine.is_up:
-                merged = engine.models | merged
+        for engine in self.in_service():
+            merged = engine.models | merged
         return list(merged.values())
+
+    def model_names(self) -> set[str]:
+        """All models that a decode engine serves, or served when last seen."""
+        return {name for engine in self.decode for name in engine.models}
+
+    def is_one_pool(self) -> bool:
+        """Whether a request need not name its model: all engines that were seen
+        would choose the same (vLLM: the first that it lists)."""
+        firsts = {next(iter(engine.models)) for engine in self if engine.models}
+        return len(firsts) < 2
+
+    def room(self) -> None:
+        """A turn has left its engine, or an engine takes turns again."""
+        for listener in self.on_room:
+            listener()
 
     def failed(self, engine: Engine, error: UpstreamError) -> None:
         """A request to the engine failed.
@@ -244,8 +273,8 @@ class Engines:
     async def look(self) -> None:
         """Check every engine once."""
         async with asyncio.TaskGroup() as group:
-            for engine in self:
-                group.create_task(self._check(engine))
+            for engine in (*self, *self._left.values()):
+                group.create_task(self.check(engine))
 
     async def _watch(self) -> None:
         while True:
@@ -254,8 +283,11 @@ class Engines:
                     await self._look_again.wait()
             self._look_again.clear()
             await self.look()
+            self._forget_idle()
+            self.room()  # rests may be over
 
-    async def _check(self, engine: Engine) -> None:
+    async def check(self, engine: Engine) -> None:
+        """Look at one engine: whether it is healthy, and what it serves."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 status, _ = await self._get(engine, "/health")
@@ -294,7 +326,11 @@ class Engines:
         request = UpstreamRequest(
             method="POST",
             url=engine.spec.url + "/v1/completions",
-            headers=(*self._headers, ("content-type", "application/json")),
+            headers=(
+                *self._headers,
+                *engine.headers,
+                ("content-type", "application/json"),
+            ),
             body=b'{"prompt":[1],"max_tokens":1}',
         )
         try:
@@ -333,9 +369,13 @@ class Engines:
         log.info("engine=%s event=%s", engine.name, "up" if is_healthy else "down")
         for listener in self.on_change:
             listener(engine)
+        if is_healthy:
+            self.room()
 
     def _judged(self, name: str, is_silent: bool) -> None:
-        engine = self[name]
+        engine = self.find(name) or self._left.get(name)
+        if engine is None:
+            return
         engine.standing.is_hung = is_silent
         if not is_silent:
             log.info("engine=%s event=core_answers", name)
@@ -349,21 +389,13 @@ class Engines:
         """What ``GET /health`` shows."""
         return {
             role: {engine.name: engine.condition for engine in engines}
-            for role, engines in (("prefill", self.prefill), ("decode", self.decode))
+            for role, engines in self.by_role()
         }
+
+    def by_role(self) -> tuple[tuple[str, tuple[Engine, ...]], ...]:
+        """``prefill`` and ``decode``, and their engines."""
+        return ("prefill", self.prefill), ("decode", self.decode)
 
 
 def _model_id(raw: msgspec.Raw) -> str:
     return msgspec.json.decode(raw, type=_Model).id
-
-
-def _view(
-    engine: Engine, num_conversations: int, resident_tokens: int = 0
-) -> EngineView:
-    return EngineView(
-        name=engine.name,
-        is_up=engine.is_up,
-        num_in_flight=engine.num_in_flight,
-        num_conversations=num_conversations,
-        resident_tokens=resident_tokens,
-    )

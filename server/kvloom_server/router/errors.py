@@ -122,6 +122,14 @@ def stopping() -> UnavailableError:
     )
 
 
+def not_starting() -> UnavailableError:
+    """503 for a turn that comes while the router stops."""
+    return UnavailableError(
+        "The router is stopping and takes no more requests: send the request again",
+        code="router_stopping",
+    )
+
+
 def too_large(limit_bytes: int) -> BadRequestError:
     """413 for a body over the limit."""
     return BadRequestError(
@@ -129,4 +137,33 @@ def too_large(limit_bytes: int) -> BadRequestError:
         "(KVLOOM_BODY_LIMIT_BYTES)",
         code="request_too_large",
         status=413,
+    )
+
+
+def out_of_time() -> UnavailableError:
+    """504, or the error event of a stream, when a request took too long."""
+    return UnavailableError(
+        "The answer took longer than this router lets a request take "
+        "(KVLOOM_REQUEST_TIMEOUT_S): ask for fewer tokens, or try again later",
+        code="request_timeout",
+        status=504,
+    )
+
+
+def body_stopped() -> BadRequestError:
+    """408 for a body that does not come to its end."""
+    return BadRequestError(
+        "The request stopped coming before its end: send it again",
+        code="request_incomplete",
+        status=408,
+    )
+
+
+def no_model_named() -> BadRequestError:
+    """400 where engines serve several models and the request names none."""
+    return BadRequestError(
+        "Several models are served here: name one in `model`, GET /v1/models lists "
+        "them",
+        code="model_required",
+        param="model",
     )

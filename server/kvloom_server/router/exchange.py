@@ -13,7 +13,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from .errors import RouterError, too_large
+from .errors import RouterError, body_stopped, too_large
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -30,6 +30,10 @@ class ClientGoneError(Exception):
     """The client closed the connection; nobody reads the answer."""
 
 
+class OutOfTimeError(Exception):
+    """The request took longer than any request may."""
+
+
 class Exchange:
     """One request and its one answer."""
 
@@ -37,6 +41,9 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._gone: asyncio.Task[None] | None = None
+        """Ends when the work for the client is to end."""
+        self._why: type[Exception] = ClientGoneError
+        self._idle: asyncio.TimerHandle | None = None
         self._is_read = asyncio.Event()
         """No more of the body comes, or nobody wants it."""
         self.method: str = scope["method"]
@@ -48,27 +55,36 @@ class Exchange:
         ]
         """Lower-case names, in order."""
         self.headers: dict[str, str] = dict(self.header_lines)
+        self.tenant = ""
+        """Whose request it is; whoever lets it in says so."""
+        self.is_admin = False
         self._has_left = False
         self.has_started = False
         self.has_ended = False
+        self._num_sent = 0
+        self._is_sending = False
         self.error_body: Callable[[RouterError], bytes] = RouterError.body
         """How this client's API writes an error."""
         self._farewell: Callable[[RouterError], bytes] | None = None
 
-    async def read(self, limit_bytes: int) -> bytes:
-        """The request's body.
+    async def read(self, limit_bytes: int, *, idle_s: float | None = None) -> bytes:
+        """The request's body. ``idle_s``: how long the client may send nothing.
 
         Raises:
-            BadRequestError: it is over the limit; not all of it was read.
+            BadRequestError: it is over the limit, or stopped coming; not all of it
+                was read.
             ClientGoneError: it never came to its end.
         """
-        return b"".join([part async for part in self.parts(limit_bytes)])
+        return b"".join([part async for part in self.parts(limit_bytes, idle_s=idle_s)])
 
-    async def parts(self, limit_bytes: int) -> AsyncIterator[bytes]:
-        """The request's body as it comes, once.
+    async def parts(
+        self, limit_bytes: int, *, idle_s: float | None = None
+    ) -> AsyncIterator[bytes]:
+        """The request's body as it comes, once; see :meth:`read`.
 
         Raises:
-            BadRequestError: it is over the limit; not all of it was read.
+            BadRequestError: it is over the limit, or stopped coming; not all of it
+                was read.
             ClientGoneError: it never came to its end.
         """
         declared = self.headers.get("content-length", "")
@@ -76,7 +92,7 @@ class Exchange:
             raise too_large(limit_bytes)
         size, has_more = 0, True
         while has_more:
-            message = await self._receive()
+            message = await self._received(idle_s)
             if message["type"] == "http.disconnect":
                 self._has_left = True
                 self._is_read.set()
@@ -90,15 +106,39 @@ class Exchange:
                 self._is_read.set()
             yield part
 
+    async def _received(self, idle_s: float | None) -> Message:
+        try:
+            async with asyncio.timeout(idle_s):
+                return await self._receive()
+        except TimeoutError:
+            raise body_stopped() from None
+
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(
+        self, *, limit_s: float | None = None, idle_s: float | None = None
+    ) -> Iterator[None]:
         """Notice in this block when the client leaves, from the end of its body
-        on, which is read before or inside the block."""
+        on, which is read before or inside the block.
+
+        Args:
+            limit_s: how long the block may take.
+            idle_s: a client that takes nothing of its answer for so long counts
+                as gone (in between that and twice that long).
+        """
         self._gone = asyncio.create_task(self._until_gone())
+        limit = None
+        if limit_s is not None:
+            loop = asyncio.get_running_loop()
+            limit = loop.call_later(limit_s, self._give_up, OutOfTimeError)
+        if idle_s is not None:
+            self._look_idle(idle_s, self._num_sent)
         try:
             yield
         finally:
             self._gone.cancel()
+            for timer in (limit, self._idle):
+                if timer is not None:
+                    timer.cancel()
 
     async def unless_gone(
         self,
@@ -114,6 +154,7 @@ class Exchange:
 
         Raises:
             ClientGoneError: the client left first.
+            OutOfTimeError: the time was over first.
         """
         assert self._gone is not None, "used outside `watched`"
         task = asyncio.create_task(work)
@@ -128,7 +169,7 @@ class Exchange:
             adopt(task)
         else:
             await _cancelled(task)
-        raise ClientGoneError
+        raise self._why
 
     async def open_stream(
         self,
@@ -170,9 +211,12 @@ class Exchange:
 
     async def chunk(self, data: bytes) -> None:
         """Send a piece of the answer at once."""
+        self._is_sending = True
         await self._send(
             {"type": "http.response.body", "body": data, "more_body": True}
         )
+        self._is_sending = False
+        self._num_sent += 1
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last piece of the answer."""
@@ -193,6 +237,20 @@ class Exchange:
         await self._is_read.wait()
         while not self._has_left:
             self._has_left = (await self._receive())["type"] == "http.disconnect"
+
+    def _give_up(self, why: type[Exception]) -> None:
+        if self._gone is not None:
+            self._why = why
+            self._gone.cancel()
+
+    def _look_idle(self, idle_s: float, num_sent: int) -> None:
+        """Whether the client took anything since it had taken so much."""
+        if self._is_sending and self._num_sent == num_sent:
+            self._give_up(ClientGoneError)
+            return
+        self._idle = asyncio.get_running_loop().call_later(
+            idle_s, self._look_idle, idle_s, self._num_sent
+        )
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:

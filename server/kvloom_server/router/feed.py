@@ -10,8 +10,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,9 +37,9 @@ from kvloom.protocol import (
 )
 from kvloom_server.curve import secure_peer
 
+from .announcements import Announcements
 from .background import started, stopped
 from .directory import Directory, Let
-from .plan import Lease
 from .pulse import Pulse
 
 log = logging.getLogger(__name__)
@@ -72,29 +72,6 @@ class Followed:
     is_busy: Callable[[], bool]
     """Whether it has work in flight."""
     probe_s: float = PROBE_S
-
-
-class Announcements:
-    """Who waits for which turn's lease."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, asyncio.Future[Lease | None]] = {}
-
-    @contextmanager
-    def expected(self, turn_id: str) -> Iterator["asyncio.Future[Lease | None]"]:
-        """The lease of a turn, or ``None`` if it is declined; not waited for
-        after the block."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[turn_id] = future
-        try:
-            yield future
-        finally:
-            del self._waiting[turn_id]
-
-    def announce(self, turn_id: str, lease: Lease | None) -> None:
-        future = self._waiting.get(turn_id)
-        if future is not None and not future.done():
-            future.set_result(lease)
 
 
 class LeaseFeed:
@@ -291,7 +268,7 @@ class Feeds:
 
     def __init__(
         self,
-        followed: Iterable[Followed],
+        followed: Iterable[Followed] = (),
         *,
         directory: Directory,
         clock: Callable[[], float],
@@ -300,17 +277,43 @@ class Feeds:
     ) -> None:
         self.announcements = Announcements()
         self._on_release = on_release
-        self._feeds = {
-            each.name: LeaseFeed(
-                each,
-                directory=directory,
-                announcements=self.announcements,
-                let_go=self.let_go,
-                clock=clock,
-                cluster_key=cluster_key,
-            )
-            for each in followed
-        }
+        self._directory = directory
+        self._clock = clock
+        self._cluster_key = cluster_key
+        self._context: zmq.asyncio.Context | None = None
+        """Set while they run."""
+        self._feeds: dict[str, LeaseFeed] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        for each in followed:
+            self.follow(each)
+
+    def follow(self, followed: Followed) -> None:
+        """Follow one more engine."""
+        feed = LeaseFeed(
+            followed,
+            directory=self._directory,
+            announcements=self.announcements,
+            let_go=self.let_go,
+            clock=self._clock,
+            cluster_key=self._cluster_key,
+        )
+        self._feeds[followed.name] = feed
+        if self._context is not None:
+            self._start(feed, self._context)
+
+    def unfollow(self, engine: str) -> None:
+        """Forget an engine, if it was followed; what it said stays behind."""
+        self._feeds.pop(engine, None)
+        task = self._tasks.pop(engine, None)
+        if task is not None:
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    def _start(self, feed: LeaseFeed, context: zmq.asyncio.Context) -> None:
+        name = feed.engine
+        self._tasks[name] = started(feed.run(context), name=f"kvloom-feed-{name}")
 
     def is_live(self, engine: str) -> bool:
         """Whether the engine's leases are announced at once."""
@@ -346,22 +349,22 @@ class Feeds:
         Args:
             up: names of those that are up: their leases are waited for.
         """
-        context = zmq.asyncio.Context()
-        tasks = [
-            started(feed.run(context), name=f"kvloom-feed-{name}")
-            for name, feed in self._feeds.items()
-        ]
+        self._context = context = zmq.asyncio.Context()
+        for feed in self._feeds.values():
+            self._start(feed, context)
         try:
             await self._listed(up)
             yield
         finally:
-            await stopped(*tasks)
+            self._context = None
+            await stopped(*self._tasks.values(), *self._ending)
+            self._tasks.clear()
             context.term()
 
     async def _listed(self, up: Collection[str]) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(START_S):
-                for name, feed in self._feeds.items():
+                for name, feed in list(self._feeds.items()):
                     if name in up:
                         await feed.live.wait()
 

@@ -14,13 +14,15 @@ from kvloom.protocol import (
     outcome_of,
 )
 
+from .admission import Seats
 from .ahead import Ahead
-from .engines import Engine
+from .engine import Engine
 from .identity import new_turn_id, tag_of
 from .legs import leg_headers
 from .plan import Lease, Plan, Turn
 from .request import TurnRequest
 from .story import Reading
+from .tracing import UNTRACED, TurnTrace
 from .upstream import UpstreamRequest
 from .usage import Usage
 
@@ -93,8 +95,23 @@ class Job:
     engines_s: float = 0.0
     """Time spent waiting for engines, up to the first byte."""
     ttft_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    """To the first byte of the decode leg that answered."""
     tried: list[str] = field(default_factory=list)
     """Decode engines that failed."""
+    seats: Seats = field(default_factory=Seats, repr=False)
+    tenant: str = ""
+    is_final: bool = False
+    """Whether the conversation ends with this turn."""
+    decode: str | None = None
+    """Name of the decode engine that answered."""
+    bound_to: str | None = None
+    """The decode engine of the conversation's last turn."""
+    is_decoding: bool = False
+    """Whether the prefill leg is over."""
+    num_retries: int = 0
+    trace: TurnTrace = UNTRACED
 
     @property
     def transfer_params(self) -> dict[str, Any] | None:
@@ -131,6 +148,7 @@ class Job:
         *,
         api_key: str | None,
         name: str | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> UpstreamRequest:
         """The request of one leg.
 
@@ -139,18 +157,24 @@ class Job:
             body: of the request.
             api_key: the engines' own.
             name: in place of the turn's.
+            trace: headers that name the leg's span, over the client's.
         """
         headers = leg_headers(
             self.request,
-            self.client_headers,
+            {**self.client_headers, **(trace or {})},
             turn_id=self.turn_id if name is None else name,
             api_key=api_key,
         )
+        headers += engine.headers
         url = engine.spec.url + self.request.api
         return UpstreamRequest(method="POST", url=url, headers=headers, body=body)
 
-    def report(self, decode: str) -> PlanReport:
-        """The turn as it is being carried out."""
+    def report(self, decode: str | None = None) -> PlanReport:
+        """The turn as it is being carried out.
+
+        ``decode``: who answers; otherwise who did, or was to.
+        """
+        decode = decode or self.decode or self.plan.decode
         kind, reason = self.plan.kind, self.plan.reason
         if self.plan.prefill is not None and self.prefill is None:
             kind, reason = PlanKind.COLD, Reason.PREFILL_DOWN

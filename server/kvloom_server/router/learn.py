@@ -223,6 +223,12 @@ class Learner:
             self._pairs.popitem(last=False)
         return found
 
+    def forget(self, engine: str) -> None:
+        """An engine has left: nothing of it will ever count again."""
+        self._direct.pop(engine, None)
+        for key in [key for key in self._pairs if engine in key]:
+            del self._pairs[key]
+
     def rates(self, prefill: str, decode: str) -> Rates:
         """The best known prices of this pair; asking makes no model."""
         found = self._pairs.get((prefill, decode))

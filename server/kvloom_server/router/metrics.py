@@ -1,4 +1,9 @@
-"""The router's Prometheus metrics, under ``kvloom_``."""
+"""The router's Prometheus metrics, under ``kvloom_``.
+
+Counted here as things happen; what is read off the router's state when somebody
+asks is in ``census.py``. ``docs/operating.md`` lists all of them, and a test
+holds the list to this.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -108,15 +113,39 @@ class Metrics:
             buckets=_GAP_S,
             registry=registry,
         )
-        self._conversations = Gauge(
-            "kvloom_conversations",
-            "Conversations in the map.",
+        self._queue = Gauge(
+            "kvloom_queue_depth",
+            "Turns that wait for room at the engines.",
+            registry=registry,
+        )
+        self.queue_s = Histogram(
+            "kvloom_queue_seconds",
+            "How long turns waited for room, of those that did.",
+            buckets=_LEG_S,
+            registry=registry,
+        )
+        self.retries = Counter(
+            "kvloom_retry",
+            "Engines that did not answer a leg, so that another was tried.",
+            ("leg",),
+            registry=registry,
+        )
+        self.aborts = Counter(
+            "kvloom_abort",
+            "Turns whose client left, by the leg that was under way.",
+            ("leg",),
+            registry=registry,
+        )
+        self.rebinds = Counter(
+            "kvloom_rebind",
+            "Conversations that another decode engine answers than before.",
+            ("reason",),
             registry=registry,
         )
 
-    def watch_conversations(self, count: Callable[[], int]) -> None:
-        """Read the number of conversations from ``count`` when asked."""
-        self._conversations.set_function(count)
+    def watch_queue(self, count: Callable[[], int]) -> None:
+        """Read the number of waiting turns from ``count`` when asked."""
+        self._queue.set_function(count)
 
     def answered(self, report: PlanReport, *, decode_s: float, ttft_s: float) -> None:
         """Count one turn, as it was carried out, at its first byte."""
@@ -135,6 +164,10 @@ class Metrics:
     def handle(self, event: str) -> None:
         """Count one event of a handle or its lease."""
         self.handles.labels(event).inc()
+
+    def watch(self, collector: Collector) -> None:
+        """Also show what ``collector`` says when asked."""
+        self._registry.register(collector)
 
     def stray(self, outcome: str) -> None:
         """Count one hand-over that was not read."""

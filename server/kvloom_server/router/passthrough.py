@@ -12,7 +12,8 @@ import msgspec
 
 from kvloom.protocol import KV_TRANSFER_PARAMS, RawTransferParamsError, carried
 
-from .engines import Engine, Engines
+from .engine import RANK_HEADER, Engine
+from .engines import Engines
 from .errors import (
     BadRequestError,
     engine_failed,
@@ -47,7 +48,15 @@ _HOP_BY_HOP: Final = frozenset(
 """Headers of one connection (RFC 9110, 7.6.1)."""
 
 _CLIENTS_ONLY: Final = frozenset(
-    {"authorization", "x-api-key", "cookie", "host", "expect", "content-length"}
+    {
+        "authorization",
+        "x-api-key",
+        "cookie",
+        "host",
+        "expect",
+        "content-length",
+        RANK_HEADER,
+    }
 )
 _SERVERS_OWN: Final = frozenset({"date", "server", "set-cookie"})
 
@@ -65,12 +74,16 @@ class PassThrough:
         upstream: Upstream,
         api_key: str | None,
         body_limit_bytes: int,
+        request_timeout_s: float | None = None,
+        client_idle_timeout_s: float | None = None,
     ) -> None:
         """``api_key``: the engines' own."""
         self._engines = engines
         self._upstream = upstream
         self._api_key = api_key
         self._body_limit_bytes = body_limit_bytes
+        self._request_timeout_s = request_timeout_s
+        self._client_idle_timeout_s = client_idle_timeout_s
 
     async def relay(self, client: Exchange) -> str:
         """Answer one request; how that ended.
@@ -78,14 +91,17 @@ class PassThrough:
         Raises:
             RouterError: it can't be answered; nothing was sent.
             ClientGoneError: the client left.
+            OutOfTimeError: it took too long.
         """
-        upload = Upload(client, self._body_limit_bytes)
+        idle_s = self._client_idle_timeout_s
+        upload = Upload(client, self._body_limit_bytes, idle_s=idle_s)
         await upload.prepare()
-        with client.watched():
+        with client.watched(limit_s=self._request_timeout_s, idle_s=idle_s):
             return await client.unless_gone(self._tried(client, upload))
 
     async def _tried(self, client: Exchange, upload: "Upload") -> str:
-        able = self._able(upload.model)
+        is_stored = client.path.startswith(_STORED)
+        able = self._able(upload.model, is_stored=is_stored)
         while able:
             engine = able.pop(0)
             try:
@@ -107,15 +123,19 @@ class PassThrough:
                 break
         raise engine_failed()
 
-    def _able(self, model: str) -> list[Engine]:
-        """Engines to try, the least busy first."""
-        serving = [e for e in self._engines.decode if e.serves(model)]
+    def _able(self, model: str, *, is_stored: bool) -> list[Engine]:
+        """Engines to try, the least busy first.
+
+        One that drains gets nothing new, and still gives what it keeps.
+        """
+        serving = self._engines.fleet(model).decode
         if self._engines.decode and not serving:
             raise unknown_model(model)
-        up = [engine for engine in serving if engine.is_up]
-        if not up:
+        able = [e for e in serving if e.is_member or (is_stored and e.is_up)]
+        if not able:
             raise no_engine()
-        return sorted(up, key=lambda e: e.num_in_flight)[:MAX_ATTEMPTS]
+        able.sort(key=lambda e: (e.is_draining, e.num_in_flight))
+        return [self._engines[view.name] for view in able[:MAX_ATTEMPTS]]
 
     async def _at(
         self, engine: Engine, client: Exchange, upload: "Upload", *, is_last: bool
@@ -123,7 +143,8 @@ class PassThrough:
         """``None``: another engine may have what this one has not."""
         response = await self._upstream.send(self._request(engine, client, upload))
         try:
-            is_elsewhere = response.status == 404 and client.path.startswith(_STORED)
+            is_stored = client.path.startswith(_STORED)
+            is_elsewhere = response.status == 404 and is_stored
             if is_elsewhere and not is_last and not upload.has_begun:
                 return None
             await _answer(client, response)
@@ -143,7 +164,7 @@ class PassThrough:
         return UpstreamRequest(
             method=client.method,
             url=f"{engine.spec.url}{client.path}{query}",
-            headers=(*headers, *upload.headers()),
+            headers=(*headers, *engine.headers, *upload.headers()),
             body=upload.body(),
         )
 
@@ -152,9 +173,13 @@ class Upload:
     """A request's body on its way to an engine: JSON whole and looked into, all
     else as it comes."""
 
-    def __init__(self, client: Exchange, limit_bytes: int) -> None:
+    def __init__(
+        self, client: Exchange, limit_bytes: int, *, idle_s: float | None = None
+    ) -> None:
+        """``idle_s``: how long the client may send nothing of it."""
         self._client = client
         self._limit_bytes = limit_bytes
+        self._idle_s = idle_s
         self._whole: bytes | None = None
         self.model = ""
         """Empty where the body does not say."""
@@ -179,7 +204,9 @@ class Upload:
             )
         # Without a type some servers read JSON.
         if is_json or not kind or not self._has_body():
-            self._whole = await self._client.read(self._limit_bytes)
+            self._whole = await self._client.read(
+                self._limit_bytes, idle_s=self._idle_s
+            )
             check_nested(self._whole)
             self.model = _model_in(self._whole)
 
@@ -204,7 +231,8 @@ class Upload:
         self.has_begun = True
         scan = FormScan()
         try:
-            async for part in self._client.parts(self._limit_bytes):
+            parts = self._client.parts(self._limit_bytes, idle_s=self._idle_s)
+            async for part in parts:
                 scan.feed(part)
                 yield part
         # For the adapters it is one of many errors; what it is counts here.

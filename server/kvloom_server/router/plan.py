@@ -22,7 +22,11 @@ loads)."""
 
 
 class NoEngineError(Exception):
-    """No decode engine is up, so that nothing can be answered."""
+    """No decode engine takes turns, so that nothing can be answered."""
+
+
+class FullError(Exception):
+    """All engines that could do the turn are full; one will have room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,11 @@ class EngineView:
 
     name: str
     is_up: bool
+    """Whether it works, so that what it holds can be read."""
+    is_draining: bool = False
+    """It gets no new turns; leases on it are still good."""
+    is_full: bool = False
+    """It gets no new turns now."""
     num_in_flight: int = 0
     num_conversations: int = 0
     """Bound to it: paced agents have nothing in flight, yet they return."""
@@ -83,6 +92,15 @@ class EngineView:
             num_conversations=self.num_conversations,
             resident_tokens=self.resident_tokens,
         )
+
+    @property
+    def is_member(self) -> bool:
+        """Whether turns may go to it, as soon as it has room."""
+        return self.is_up and not self.is_draining
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.is_member and not self.is_full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +187,12 @@ def plan(
         prices: what work costs.
 
     Raises:
-        NoEngineError: no decode engine is up.
+        NoEngineError: no decode engine takes turns.
+        FullError: none has room, or no prefill engine where one is needed.
     """
-    if not any(engine.is_up for engine in fleet.decode):
-        raise NoEngineError
+    check_room(fleet, decode_alone=turn.decode_alone)
     lease, reason = _lease_to_use(turn, conversation, fleet, now)
-    decode = lease.engine if lease else _decode_for(turn, conversation, fleet)
+    decode = _decode_for(turn, conversation, fleet, lease)
     if turn.decode_alone:
         return Plan(kind=PlanKind.COLD, reason=Reason.DECODE_ALONE, decode=decode)
     warm = _warm(turn, conversation, fleet)
@@ -183,7 +201,7 @@ def plan(
         return Plan(
             kind=PlanKind.RETURN,
             reason=Reason.WARM,
-            decode=_decode_for(turn, conversation, fleet),
+            decode=_decode_for(turn, conversation, fleet, None),
             prefill=warm.prefill,
             num_warm=warm.num_tokens,
         )
@@ -220,17 +238,20 @@ def _scene(
 ) -> Scene:
     num_new = turn.news.get(lease.lease_id) if lease else None
     is_short = num_new is not None and num_new <= prices.max_direct_tokens
+    decode = _candidates(fleet.decode, turn)
+    # One that is draining or full is read, and works at nothing new.
+    is_open = lease is not None and any(c.name == lease.engine for c in decode)
     return Scene(
         home=home,
         num_held=lease.num_tokens if lease else 0,
         holder=lease.engine if lease else None,
         num_new=num_new,
-        may_be_direct=is_short,
+        may_be_direct=is_short and is_open,
         direct_factor=prices.direct_factor(lease.engine) if lease else 1.0,
         num_local=turn.prefilled_tokens,
         local_at=conversation.prefill if conversation else None,
         prefill=_candidates(fleet.prefill, turn),
-        decode=_candidates(fleet.decode, turn),
+        decode=decode,
         rates=prices.rates,
         threshold=prices.threshold,
     )
@@ -262,6 +283,23 @@ def next_decode(turn: Turn, fleet: Fleet, *, tried: Iterable[str]) -> str | None
     return _least_loaded(_spread_key(turn), _up(fleet.decode, without=tried))
 
 
+def check_room(fleet: Fleet, *, decode_alone: bool) -> None:
+    """Whether engines take a turn now.
+
+    Raises:
+        NoEngineError: no decode engine takes turns.
+        FullError: none has room, or no prefill engine where one is needed.
+    """
+    if not any(engine.is_member for engine in fleet.decode):
+        raise NoEngineError
+    legs = [fleet.decode]
+    if not decode_alone and any(engine.is_member for engine in fleet.prefill):
+        # Decode could do without: that would only move the crowd.
+        legs.append(fleet.prefill)
+    if not all(any(e.takes_turns for e in engines) for engines in legs):
+        raise FullError
+
+
 def _lease_to_use(
     turn: Turn, conversation: Conversation | None, fleet: Fleet, now: float
 ) -> tuple[Lease | None, Reason]:
@@ -288,11 +326,22 @@ def _leases(turn: Turn, conversation: Conversation | None) -> list[Lease]:
     return [*offered, *(conversation.leases if conversation else ())]
 
 
-def _decode_for(turn: Turn, conversation: Conversation | None, fleet: Fleet) -> str:
+def _decode_for(
+    turn: Turn,
+    conversation: Conversation | None,
+    fleet: Fleet,
+    lease: Lease | None,
+) -> str:
+    """Where the lease is, or the conversation was, if that takes turns.
+
+    A lease on an engine that is draining or full is read all the same: prefill
+    pulls from there, and another engine decodes.
+    """
     engines = _up(fleet.decode)
-    if conversation and any(e.name == conversation.decode for e in engines):
-        assert conversation.decode is not None
-        return conversation.decode
+    wanted = (lease and lease.engine, conversation and conversation.decode)
+    for name in wanted:
+        if name and any(e.name == name for e in engines):
+            return name
     chosen = _least_loaded(_spread_key(turn), engines)
     assert chosen is not None, "the caller has seen one that is up"
     return chosen
@@ -311,7 +360,7 @@ def _up(
     engines: Sequence[EngineView], *, without: Iterable[str] = ()
 ) -> list[EngineView]:
     tried = frozenset(without)
-    return [e for e in engines if e.is_up and e.name not in tried]
+    return [e for e in engines if e.takes_turns and e.name not in tried]
 
 
 def _spread_key(turn: Turn) -> bytes:

@@ -12,7 +12,8 @@ from typing import Final
 
 from kvloom.protocol import LeaseRef
 
-from .engines import Engine, Engines
+from .engine import Engine, EngineLostError, Role
+from .engines import Engines
 from .experience import Experience
 from .job import (
     MAX_ATTEMPTS,
@@ -68,10 +69,17 @@ class PrefillLeg:
         Raises:
             EngineAnswerError: the engine refused the request as such.
         """
+        try:
+            await self._run(job)
+        finally:
+            job.seats.leave(Role.PREFILL)
+
+    async def _run(self, job: Job) -> None:
         name, tried = job.plan.prefill, list[str]()
         while name and len(tried) < MAX_ATTEMPTS and not job.is_abandoned:
             engine = self._engines[name]
             num_others, began = engine.num_in_flight, self._clock()
+            job.seats.take(engine)
             job.prefilled = await self._at(engine, job)
             if job.prefilled is not None:
                 job.prefill = engine
@@ -80,6 +88,8 @@ class PrefillLeg:
             # Decode waits for that engine and no other.
             await job.drop_ahead()
             tried.append(name)
+            job.num_retries += 1
+            self._metrics.retries.labels("prefill").inc()
             # As the engines are now, not as they were when this leg began.
             fleet = self._engines.fleet(job.request.model)
             name = next_prefill(job.turn, fleet, tried=tried)
@@ -101,15 +111,18 @@ class PrefillLeg:
 
     async def _at(self, engine: Engine, job: Job) -> Prefilled | None:
         body = self._body(engine, job)
-        request = job.leg(engine, body, api_key=self._api_key)
         began = self._clock()
         self._warmer.make_way(engine.name)
         try:
-            async with engine.leg(), asyncio.timeout(self._timeout_s):
-                response = await self._upstream.send(request)
-                answer = await read_all(response)
+            with job.trace.leg("prefill", engine) as trace:
+                request = job.leg(engine, body, api_key=self._api_key, trace=trace)
+                async with engine.leg(), asyncio.timeout(self._timeout_s):
+                    response = await self._upstream.send(request)
+                    answer = await read_all(response)
         except UpstreamError as error:
             self._failed(engine, job, error)
+            if not isinstance(error, EngineLostError):
+                engine.broke()
             return None
         except TimeoutError:
             engine.was_late()
@@ -118,8 +131,9 @@ class PrefillLeg:
         finally:
             seconds = self._clock() - began
             job.engines_s += seconds
+            job.prefill_s = (job.prefill_s or 0.0) + seconds
             self._metrics.legs.labels("prefill").observe(seconds)
-        engine.standing.was_in_time()
+        engine.answered(response.status)
         if is_engines_fault(response.status):
             log.warning("engine=%s event=prefill_%d", engine.name, response.status)
             return None
@@ -153,7 +167,8 @@ class PrefillLeg:
         lease = job.plan.lease
         if lease is None:
             return None
-        address = self._engines[lease.engine].spec.lease_address
+        holder = self._engines.find(lease.engine)
+        address = holder.spec.lease_address if holder is not None else None
         if address is None:
             return None
         return LeaseRef(lease_id=lease.lease_id, address=address)
@@ -164,6 +179,7 @@ class PrefillLeg:
 
     def _ended(self, task: asyncio.Task[None], *, job: Job) -> None:
         self._lingering.discard(task)
+        job.seats.leave(Role.PREFILL)  # also of a leg that never began
         if task.cancelled():
             return
         if task.exception() is not None:

@@ -7,12 +7,14 @@ matter to the router are looked into.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from kvloom.protocol import (
     CONVERSATION_HEADER,
     EXPECTED_RETURN_HEADER,
+    FINAL_TURN_HEADER,
     HANDLE_HEADER,
     KV_TRANSFER_PARAMS,
     MAX_EXPECTED_RETURN_S,
@@ -30,6 +32,9 @@ from .errors import BadRequestError
 from .fields import FieldRules, check_side_doors
 from .identity import short_digest
 from .keys import named_conversation
+
+_FINAL_HEADERS: Final = (FINAL_TURN_HEADER.lower(), "x-dynamo-session-final")
+_NO: Final = frozenset({"", "0", "false", "no"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class TurnRequest:
     affinity: bytes
     expected_return_s: float | None = None
     """How long after this turn the client expects to send the next."""
+    is_final: bool = False
+    """Whether the conversation ends with this turn."""
 
 
 def parse_turn(
@@ -87,6 +94,9 @@ def parse_turn(
         needs_whole_prompt=needs_whole_prompt(api, values),
         affinity=_affinity(model, shared_beginning(api, values)),
         expected_return_s=_expected_return_s(headers),
+        is_final=any(
+            headers.get(name, "").strip().lower() not in _NO for name in _FINAL_HEADERS
+        ),
     )
 
 

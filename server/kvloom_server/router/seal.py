@@ -65,18 +65,16 @@ class Sealed:
 class Sealer:
     """Seals with the first secret, opens with any of them (for rotation)."""
 
-    def __init__(self, secrets_: Sequence[bytes]) -> None:
-        """``secrets_`` may have any length; all bytes of each count.
+    def __init__(self, secrets_: Sequence[bytes], *, cluster: str = "") -> None:
+        """``secrets_`` may have any length; all bytes of each count. Handles of
+        another ``cluster`` do not open, whatever its secrets.
 
         Raises:
             ValueError: there is no secret.
         """
         if not secrets_:
             raise ValueError("a sealer needs at least one secret")
-        derived = [
-            hashlib.blake2b(s, digest_size=33, person=b"kvloom-seal").digest()
-            for s in secrets_
-        ]
+        derived = [_derived(secret, cluster) for secret in secrets_]
         self._current = derived[0][0]
         # The first secret wins when two have the same key id.
         self._ciphers = {key[0]: AESGCM(key[1:]) for key in reversed(derived)}
@@ -109,6 +107,14 @@ class Sealer:
         except InvalidTag:
             return HandleMiss.FORGED
         return _checked(inside, binding, now)
+
+
+def _derived(secret: bytes, cluster: str) -> bytes:
+    """One byte of key id, and a key of AES-256."""
+    name = cluster.encode(errors="surrogatepass")
+    digest = hashlib.blake2b(digest_size=33, person=b"kvloom-seal")
+    digest.update(len(name).to_bytes(8, "little") + name + secret)
+    return digest.digest()
 
 
 def _packed(inside: Sealed, binding: Binding) -> bytes:

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import math
 import socket
+import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import Final
 
 import uvicorn
@@ -46,7 +49,8 @@ class RouterServer:
     @property
     def url(self) -> str:
         """What a client's ``base_url`` begins with, without ``/v1``."""
-        return f"http://{self._settings.host}:{self.port}"
+        scheme = "http" if self._settings.tls_cert is None else "https"
+        return f"{scheme}://{self._settings.host}:{self.port}"
 
     async def start(self) -> None:
         """Return once requests are answered.
@@ -55,8 +59,8 @@ class RouterServer:
             OSError: the address is taken or not ours.
             RouterStartError: the router itself did not come up.
         """
-        self._socket = _bound(self._settings.host, self._settings.port)
-        self._server = _Embedded(_config(self._settings, self._app))
+        self._socket = _bound(self._settings)
+        self._server = _Embedded(self._settings, self._app)
         self._task = asyncio.create_task(
             self._server.serve(sockets=[self._socket]), name="kvloom-router"
         )
@@ -71,7 +75,7 @@ class RouterServer:
     async def stop(self) -> None:
         """Let open answers end, within the settings' limit, and close."""
         if self._server is not None and self._task is not None:
-            self._server.should_exit = True
+            await self._server.leave()
             await self._task
         if self._socket is not None:
             self._socket.close()
@@ -85,19 +89,56 @@ async def serve(settings: RouterSettings) -> None:
     Raises:
         OSError: the address is taken or not ours.
     """
-    listening = _bound(settings.host, settings.port)
+    app = build_app(settings)
+    listening = _bound(settings)
     try:
-        server = uvicorn.Server(_config(settings, build_app(settings)))
-        await server.serve(sockets=[listening])
+        await _Leaving(settings, app).serve(sockets=[listening])
     finally:
         listening.close()
 
 
-class _Embedded(uvicorn.Server):
-    """A uvicorn that leaves signals alone and says when it is up."""
+class _Leaving(uvicorn.Server):
+    """A uvicorn that lets open turns end before it closes its door, so that who
+    comes meanwhile is told to go elsewhere."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, settings: RouterSettings, app: RouterApp) -> None:
+        super().__init__(_config(settings, app))
+        self._app = app
+        self._timeout_s = settings.shutdown_timeout_s
+        self._is_asked = False
+        self._leaving: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one asks to leave, the next one insists."""
+        if self._is_asked or not self.started:
+            super().handle_exit(sig, frame)
+            return
+        self._captured_signals.append(sig)
+        self._is_asked = True  # a signal handler is no place for more
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._is_asked and self._leaving is None:
+            self._leaving = asyncio.create_task(self.leave())
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.stopping()
+        await super().shutdown(sockets=sockets)
+
+    async def leave(self) -> None:
+        """Let open turns end, for as long as they may, and stop."""
+        began = time.monotonic()
+        await self._app.drain(self._timeout_s)
+        left_s = self._timeout_s - (time.monotonic() - began)
+        self.config.timeout_graceful_shutdown = max(math.floor(left_s), 0)
+        self.should_exit = True
+
+
+class _Embedded(_Leaving):
+    """One that leaves signals alone and says when it is up."""
+
+    def __init__(self, settings: RouterSettings, app: RouterApp) -> None:
+        super().__init__(settings, app)
         self.is_up = asyncio.Event()
 
     @contextlib.contextmanager
@@ -123,20 +164,31 @@ def _config(settings: RouterSettings, app: RouterApp) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=settings.shutdown_timeout_s,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
     )
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _bound(settings: RouterSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Only with the protocol spelled out does asyncio switch Nagle's algorithm
     # off, which would hold the end of an answer back for 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+        if _USER_TIMEOUT is not None:
+            # Connections inherit it. A client that takes nothing any more would
+            # else keep what is buffered for it, and its connection, for ever.
+            idle_ms = math.ceil(settings.client_idle_timeout_s * 1000)
+            listening.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, idle_ms)
+        listening.bind((settings.host, settings.port))
         listening.listen(BACKLOG)
         listening.setblocking(False)
     except BaseException:
         listening.close()
         raise
     return listening
+
+
+_USER_TIMEOUT: Final[int | None] = getattr(socket, "TCP_USER_TIMEOUT", None)
+"""Linux only."""

@@ -69,7 +69,12 @@ class Strays:
 
     def _least_busy(self, model: str) -> Engine | None:
         able = [e for e in self._engines.decode if e.is_up and e.serves(model)]
-        return min(able, key=lambda e: e.num_in_flight, default=None)
+        # One that drains is asked only where there is no other.
+        return min(
+            able,
+            key=lambda e: (e.standing.is_draining, e.num_in_flight),
+            default=None,
+        )
 
     async def _send(self, engine: Engine, params: dict[str, Any], model: str) -> None:
         outcome = "failed"
@@ -104,6 +109,6 @@ class Strays:
         return UpstreamRequest(
             method="POST",
             url=engine.spec.url + Api.COMPLETIONS,
-            headers=tuple(headers),
+            headers=(*headers, *engine.headers),
             body=msgspec.json.encode(body | ({"model": model} if model else {})),
         )

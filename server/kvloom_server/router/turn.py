@@ -4,31 +4,44 @@ Reads like the plan it carries out; what may go wrong in a leg is the leg's.
 """
 
 import asyncio
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from kvloom.protocol import ReturnMode
 
+from .admission import Admission, Seats
+from .chronicle import Chronicle
 from .decode import DecodeLeg
 from .directory import Directory
+from .ended import EndedConversations
+from .engine import Role
 from .engines import Engines
-from .errors import no_engine, unknown_model
-from .exchange import ClientGoneError, Exchange
+from .errors import UnavailableError, no_engine, no_model_named, unknown_model
+from .exchange import ClientGoneError, Exchange, OutOfTimeError
 from .experience import Experience, Outlook
 from .identity import new_turn_id
-from .job import Job
+from .job import EngineAnswerError, Job
 from .metrics import Metrics
 from .naming import Names
-from .plan import Lease, NoEngineError, Turn, plan
+from .plan import Fleet, Lease, NoEngineError, Plan, Turn, check_room, plan
 from .prefill import PrefillLeg
 from .request import TurnRequest
 from .seal import Binding, HandleMiss, Sealer
 from .story import story_of
 from .strays import Strays
+from .tenancy import Tenancy
 from .warm import Warmer
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long turns may take, and how many may wait. Times in seconds."""
+
+    max_waiting: int
+    max_wait_s: float
+    request_timeout_s: float | None
+    client_idle_timeout_s: float
 
 
 class Conductor:
@@ -46,7 +59,11 @@ class Conductor:
         warmer: Warmer,
         experience: Experience,
         sealer: Sealer,
+        tenancy: Tenancy,
+        ended: EndedConversations,
+        limits: Limits,
         metrics: Metrics,
+        chronicle: Chronicle,
         mode: ReturnMode,
         can_return: bool,
         clock: Callable[[], float],
@@ -63,7 +80,18 @@ class Conductor:
         self._warmer = warmer
         self._experience = experience
         self._sealer = sealer
+        self._tenancy = tenancy
+        self._ended = ended
+        self._limits = limits
+        self._line = Admission[Job](
+            max_waiting=limits.max_waiting,
+            max_wait_s=limits.max_wait_s,
+            undo=self._unseat,
+        )
+        engines.on_room.append(self._line.look)
+        metrics.watch_queue(lambda: len(self._line))
         self._metrics = metrics
+        self._chronicle = chronicle
         self._default_mode = mode
         self._can_return = can_return
         self._clock = clock
@@ -76,18 +104,57 @@ class Conductor:
             RouterError: it can't be answered; nothing was sent.
             EngineAnswerError: an engine refused it; nothing was sent.
             ClientGoneError: the client left; the engines know.
+            OutOfTimeError: it took too long.
         """
-        job = self.planned(request, client.headers)
+        limits = self._limits
+        with client.watched(
+            limit_s=limits.request_timeout_s, idle_s=limits.client_idle_timeout_s
+        ):
+            try:
+                job = await self._admitted(request, client)
+            except UnavailableError:
+                self._chronicle.refused()
+                raise
+            with self._ended.under_way(job):
+                return await self._carried_out(job, client)
+
+    async def _admitted(self, request: TurnRequest, client: Exchange) -> Job:
+        """The turn with its plan and its seats, once there is room for it."""
+        arrived = self._clock()
+
+        def start() -> Job:
+            return self.planned(request, client, arrived)
+
+        job = self._line.started_now(request.model, start)
+        if job is None:
+            job = await client.unless_gone(self._line.wait(request.model, start))
+            self._metrics.queue_s.observe(self._clock() - arrived)
+        return job
+
+    def _unseat(self, job: Job) -> None:
+        for role in Role:
+            job.seats.leave(role)
+
+    async def _carried_out(self, job: Job, client: Exchange) -> str:
         outcome = "failed"
+        self._chronicle.began(job)
         try:
-            with client.watched():
-                self._decode.go_ahead(job)
-                await client.unless_gone(
-                    self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
-                )
-                outcome = await client.unless_gone(self._decode.run(job, client))
+            self._decode.go_ahead(job)
+            await client.unless_gone(
+                self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
+            )
+            job.is_decoding = True
+            outcome = await client.unless_gone(self._decode.run(job, client))
         except ClientGoneError:
             outcome = "client_gone"
+            leg = "decode" if job.is_decoding else "prefill"
+            self._metrics.aborts.labels(leg).inc()
+            raise
+        except EngineAnswerError:
+            outcome = "engine_refused"
+            raise
+        except OutOfTimeError:
+            outcome = "out_of_time"
             raise
         except asyncio.CancelledError:
             outcome = "cut_off"
@@ -95,24 +162,26 @@ class Conductor:
         finally:
             await job.drop_ahead()
             self._strays.release(job)
-            _log(job, outcome)
+            job.seats.leave(Role.DECODE)
+            if not job.is_abandoned:  # else the leg goes on, and keeps its seat
+                job.seats.leave(Role.PREFILL)
+            self._chronicle.ended(job, outcome)
         return outcome
 
-    def planned(self, request: TurnRequest, headers: Mapping[str, str]) -> Job:
-        """The turn with its plan.
+    def planned(self, request: TurnRequest, client: Exchange, arrived: float) -> Job:
+        """The turn with its plan and its seats.
 
         Raises:
             RouterError: no engine serves the model, or none is up.
+            FullError: all engines are full.
         """
-        arrived, now = self._clock(), self._wall_clock()
-        fleet = self._engines.fleet(
-            request.model, self._directory.num_bound, self._directory.num_resident
-        )
-        if self._engines.decode and not fleet.decode:
-            raise unknown_model(request.model)
-        named = self._names.name(request)
+        now = self._wall_clock()
+        request = self._tenancy.salted(request, client.tenant)
+        # Before anything is noted of it: it may have to wait, and come again.
+        fleet = self._fleet(request)
+        named = self._names.name(request, tenant=client.tenant)
         outlook = self._outlook(request, named.tag, arrived)
-        turn = self._turn(request, named.tag, outlook, now)
+        turn = self._turn(request, client.tenant, named.tag, outlook, now)
         known = self._names.known(named)
         try:
             decided = plan(turn, known, fleet, now, self._experience.prices)
@@ -123,14 +192,40 @@ class Conductor:
         is_returning = turn.mode is not ReturnMode.OFF and turn.tag is not None
         return Job(
             request=request,
-            client_headers=headers,
+            client_headers=client.headers,
             turn=turn,
             plan=decided,
             arrived=arrived,
             turn_id=new_turn_id(turn.tag),
-            asks_lease=is_returning and request.is_leasable,
+            asks_lease=is_returning and request.is_leasable and not request.is_final,
             reading=outlook.reading,
+            seats=self._seated(decided),
+            tenant=client.tenant,
+            is_final=request.is_final,
+            bound_to=known.decode if known is not None else None,
         )
+
+    def _fleet(self, request: TurnRequest) -> Fleet:
+        """The engines for this turn, of which some take it now."""
+        fleet = self._engines.fleet(
+            request.model, self._directory.num_bound, self._directory.num_resident
+        )
+        if self._engines.decode and not fleet.decode:
+            raise unknown_model(request.model)
+        if not request.model and not self._engines.is_one_pool():
+            raise no_model_named()
+        try:
+            check_room(fleet, decode_alone=_decodes_alone(request))
+        except NoEngineError:
+            raise no_engine() from None
+        return fleet
+
+    def _seated(self, decided: Plan) -> Seats:
+        seats = Seats(freed=self._engines.room)
+        for name in (decided.prefill, decided.decode):
+            if name is not None:
+                seats.take(self._engines[name])
+        return seats
 
     def _outlook(
         self, request: TurnRequest, tag: bytes | None, arrived: float
@@ -145,17 +240,23 @@ class Conductor:
         return outlook
 
     def _turn(
-        self, request: TurnRequest, tag: bytes | None, outlook: Outlook, now: float
+        self,
+        request: TurnRequest,
+        tenant: str,
+        tag: bytes | None,
+        outlook: Outlook,
+        now: float,
     ) -> Turn:
         mode = self._mode(request)
         offered = None
         if mode is not ReturnMode.OFF and tag is not None and request.handle:
-            offered = self._offered(request.handle, request.model, tag, now)
+            binding = Binding(conversation=tag, model=request.model, tenant=tenant)
+            offered = self._offered(request.handle, binding, now)
         return Turn(
             tag=tag,
             affinity=request.affinity,
             mode=mode,
-            decode_alone=request.needs_whole_prompt or not request.is_leasable,
+            decode_alone=_decodes_alone(request),
             offered=offered,
             has_handle=request.handle is not None,
             news=outlook.news,
@@ -167,13 +268,13 @@ class Conductor:
             return ReturnMode.OFF
         return request.mode if request.mode is not None else self._default_mode
 
-    def _offered(self, handle: str, model: str, tag: bytes, now: float) -> Lease | None:
+    def _offered(self, handle: str, binding: Binding, now: float) -> Lease | None:
         """The lease in the client's handle, unless it is known to be gone."""
-        opened = self._sealer.open(handle, Binding(conversation=tag, model=model), now)
+        opened = self._sealer.open(handle, binding, now)
         if isinstance(opened, HandleMiss):
             self._metrics.handle(f"miss_{opened}")
             return None
-        known = self._directory.find(tag)
+        known = self._directory.find(binding.conversation)
         if known and known.warm and known.warm.lease_id == opened.lease_id:
             self._metrics.handle("warm")
             return None
@@ -192,15 +293,5 @@ class Conductor:
         )
 
 
-def _log(job: Job, outcome: str) -> None:
-    tag = job.turn.tag.hex()[:8] if job.turn.tag is not None else "-"
-    report = job.report(job.plan.decode).encode().replace("; ", " ")
-    ttft_ms = None if job.ttft_s is None else round(1000 * job.ttft_s, 1)
-    log.info(
-        "turn=%s conversation=%s outcome=%s ttft_ms=%s %s",
-        job.turn_id,
-        tag,
-        outcome,
-        ttft_ms,
-        report,
-    )
+def _decodes_alone(request: TurnRequest) -> bool:
+    return request.needs_whole_prompt or not request.is_leasable

@@ -12,9 +12,11 @@ holds them to:
 - whatever goes wrong is an :class:`UpstreamError`.
 """
 
+import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self
 
@@ -103,7 +105,15 @@ MAX_HEADER_BYTES: Final = 256 * 1024
 class AiohttpUpstream:
     """The default adapter; an async context manager."""
 
-    def __init__(self, *, connect_timeout_s: float, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        idle_timeout_s: float,
+        ca_file: Path | None = None,
+    ) -> None:
+        """``ca_file``: certificates (PEM) that vouch for ``https://`` engines."""
+        self._ca_file = ca_file
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s
         )
@@ -112,7 +122,10 @@ class AiohttpUpstream:
     async def __aenter__(self) -> Self:
         # Engines close idle connections after 5 s (uvicorn); we do it first,
         # so that no request runs into a closing one.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
+        trusted: ssl.SSLContext | bool = True
+        if self._ca_file is not None:
+            trusted = ssl.create_default_context(cafile=self._ca_file)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ssl=trusted)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=self._timeout,

@@ -19,7 +19,8 @@ from kvloom.protocol import LeaseRef, ReturnMode
 
 from .api import Api
 from .directory import Directory, Let
-from .engines import Engine, EngineLostError, Engines
+from .engine import Engine, EngineLostError
+from .engines import Engines
 from .experience import Experience
 from .identity import new_turn_id
 from .job import Job, Prefilled, decoded
@@ -27,6 +28,7 @@ from .learn import Row
 from .metrics import Metrics
 from .plan import Lease, next_prefill
 from .replay import Answered, KeptAnswer, warm_up_body
+from .standing import Condition
 from .upstream import Upstream, UpstreamError, UpstreamRequest, read_all
 
 log = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ class Warmer:
 
     def ended(self, job: Job, lease: Lease | None, kept: KeptAnswer | None) -> None:
         """A turn was answered in full: warm prefill for the next, if it pays."""
-        if kept is None or job.turn.tag is None:
+        if kept is None or job.turn.tag is None or job.is_final:
             return
         answered = kept.answer()
         if answered is not None and not answered.ends_in_call:
@@ -140,7 +142,7 @@ class Warmer:
             task.cancel()
 
     def make_way(self, prefill: str) -> None:
-        """A user's leg is about to begin at this engine."""
+        """A user's leg is about to begin at this engine, or it has left."""
         running = self._running.pop(prefill, None)
         if running is not None:
             running.reschedule(asyncio.get_running_loop().time())
@@ -179,14 +181,16 @@ class Warmer:
         """The prefill engine that the conversation's next turn will go to."""
         known = self._directory.find(job.turn.tag or b"")
         own = known.prefill if known else None
-        if own is not None and self._engines[own].is_up:
-            return self._engines[own]
+        engine = self._engines.find(own) if own is not None else None
+        if engine is not None and self._is_open(engine):
+            return engine
         fleet = self._engines.fleet(job.request.model)
         name = next_prefill(job.turn, fleet, tried=())
         return self._engines[name] if name is not None else None
 
     def _lease_ref(self, lease: Lease) -> LeaseRef | None:
-        address = self._engines[lease.engine].spec.lease_address
+        holder = self._engines.find(lease.engine)
+        address = holder.spec.lease_address if holder is not None else None
         if address is None:
             return None
         return LeaseRef(lease_id=lease.lease_id, address=address)
@@ -203,7 +207,7 @@ class Warmer:
         while tries < MAX_TRIES:
             await engine.idle.wait()
             async with self._slots:
-                if not engine.is_up:
+                if not self._is_open(engine):
                     return WarmUpOutcome.NO_ENGINE
                 if not self._is_held(warm_up.lease):
                     return WarmUpOutcome.NO_LEASE
@@ -215,6 +219,11 @@ class Warmer:
             tries += 1
         return WarmUpOutcome.YIELDED
 
+    def _is_open(self, engine: Engine) -> bool:
+        """Whether the next turn may go there."""
+        is_member = self._engines.find(engine.name) is engine
+        return is_member and engine.condition is Condition.UP
+
     def _is_held(self, lease: Lease) -> bool:
         """Without its lease a warm-up would compute all of the history."""
         return self._directory.lease(lease.engine, lease.lease_id) is not None
@@ -224,7 +233,7 @@ class Warmer:
         began = self._clock()
         way = asyncio.timeout(None)
         try:
-            async with way, engine.leg(), asyncio.timeout(TIMEOUT_S):
+            async with way, engine.leg(is_spare=True), asyncio.timeout(TIMEOUT_S):
                 self._running[engine.name] = way
                 response = await self._upstream.send(warm_up.request)
                 answer = await read_all(response)
@@ -241,7 +250,9 @@ class Warmer:
         if response.status != 200:
             log.info("engine=%s event=warm_up_%d", engine.name, response.status)
             return WarmUpOutcome.REFUSED
-        engine.standing.was_in_time()
+        engine.answered(response.status)
+        if self._engines.find(engine.name) is not engine:
+            return WarmUpOutcome.NO_ENGINE
         self._learn(warm_up, decoded(answer), self._clock() - began)
         self._let_go(
             self._directory.warmed(warm_up.tag, warm_up.lease, prefill=engine.name)

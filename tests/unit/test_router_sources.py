@@ -1,0 +1,171 @@
+"""Engines in a file that changes under the router, and behind names."""
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloom_server.addresses import DnsSpec
+from kvloom_server.router.engine import Role
+from kvloom_server.router.membership import Entry
+from kvloom_server.router.sources import (
+    DnsSource,
+    EnginesFileError,
+    FileSource,
+    parse_engines,
+)
+
+pytestmark = pytest.mark.anyio
+
+GOOD = 'prefill = ["http://p:1"]\ndecode = ["http://d:1,lease=tcp://d:2"]\n'
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Heard:
+    """Notes what sources say."""
+
+    def __init__(self, *names: DnsSpec) -> None:
+        self.said: list[list[str]] = []
+        self.found: list[Any] = []
+        self.dns_names = list(names)
+
+    def say(self, _source: str, entries: list[Entry]) -> None:
+        self.said.append(
+            [e.spec.url for e in entries if not isinstance(e.spec, DnsSpec)]
+        )
+
+    def resolved(self, found: Any) -> None:
+        self.found.append(dict(found))
+
+
+def followed(path: Path) -> tuple[FileSource, Heard]:
+    heard = Heard()
+    source = FileSource(path, roster=heard, interval_s=0.01)  # type: ignore[arg-type]
+    source.read_first()
+    return source, heard
+
+
+async def looks(source: FileSource, times: int = 2) -> None:
+    for _ in range(times):
+        await source.look()
+
+
+async def test_a_changed_file_changes_the_engines(tmp_path: Path) -> None:
+    """Also when it is replaced as editors and Kubernetes do."""
+    path = tmp_path / "engines.toml"
+    path.write_text(GOOD)
+    source, heard = followed(path)
+    new = tmp_path / "new.toml"
+    new.write_text('decode = ["http://d:9"]')
+    new.replace(path)
+    await looks(source)
+    assert heard.said == [["http://p:1", "http://d:1"], ["http://d:9"]]
+    await looks(source, 5)
+    assert len(heard.said) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        'decode = ["http://d:1"',
+        'prefill = ["http://p:1"]',
+        'decode = ["d:1"]',
+        'decode = "http://d:1"',
+        'decode = ["http://d:1"]\nprefil = []',
+        b"\xff",
+    ],
+    ids=["empty", "cut off", "no decode", "no URL", "no list", "mistyped", "no text"],
+)
+async def test_a_bad_file_changes_nothing_and_the_log_says_why(
+    tmp_path: Path, text: str | bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A typing mistake costs no engine; it is said once, not at each look."""
+    path = tmp_path / "engines.toml"
+    path.write_text(GOOD)
+    source, heard = followed(path)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    await looks(source, 5)
+    assert len(heard.said) == 1
+    assert len(caplog.records) == 1
+    assert "engines_file_ignored" in caplog.text
+    path.write_text(GOOD + "\n")
+    await looks(source)
+    assert len(heard.said) == 2
+
+
+async def test_a_file_that_vanishes_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be on its way back."""
+    path = tmp_path / "engines.toml"
+    path.write_text(GOOD)
+    source, heard = followed(path)
+    path.unlink()
+    await looks(source, 3)
+    assert len(heard.said) == 1
+    assert len(caplog.records) == 1
+
+
+async def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    """Half a file can be a valid file with half of the engines."""
+    path = tmp_path / "engines.toml"
+    path.write_text(GOOD)
+    source, heard = followed(path)
+    path.write_text('decode = ["http://d:1"]\n')
+    await source.look()
+    path.write_text('decode = ["http://d:1"]\nprefill = ["http://p:7"]\n')
+    await source.look()
+    assert len(heard.said) == 1
+    await source.look()
+    assert heard.said[1:] == [["http://p:7", "http://d:1"]]
+
+
+@pytest.mark.parametrize("text", [None, "", "decode = 1"])
+async def test_a_bad_file_at_the_start_is_an_error(
+    tmp_path: Path, text: str | None
+) -> None:
+    """A router without its engines does not come up and pretend."""
+    path = tmp_path / "engines.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(EnginesFileError, match=str(path)):
+        followed(path)
+
+
+def test_a_file_takes_what_the_flags_take() -> None:
+    """Names and ranks too."""
+    found = parse_engines(b'decode = ["dns+http://d:1", "http://e:1,rank=1"]')
+    assert [entry.role for entry in found] == [Role.DECODE, Role.DECODE]
+    assert isinstance(found[0].spec, DnsSpec)
+
+
+async def test_a_name_that_does_not_resolve_keeps_its_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name server that is down must not take the fleet with it."""
+    good, bad = (DnsSpec(host=host, port=80) for host in ("good", "bad"))
+    heard = Heard(good, bad)
+
+    async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+        if host == "bad":
+            raise socket.gaierror(socket.EAI_AGAIN, "not now")
+        return [
+            (0, 0, 0, "", ("10.0.0.1", port)),
+            (0, 0, 0, "", ("fd00::1", port, 0, 0)),
+        ]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    source = DnsSource(roster=heard, interval_s=600.0)  # type: ignore[arg-type]
+    for _ in range(3):
+        await source.look()
+    assert heard.found == [{good: ["10.0.0.1", "fd00::1"]}] * 3
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
