@@ -21,10 +21,16 @@ class Client:
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.left = asyncio.Event()
-        self.exchange = Exchange({"headers": []}, self.receive, self.send)
+        self.exchange = Exchange(
+            {"method": "POST", "path": "/", "headers": []}, self.receive, self.send
+        )
         self.ended = ""
+        self.has_asked = False
 
     async def receive(self) -> dict[str, Any]:
+        if not self.has_asked:
+            self.has_asked = True
+            return {"type": "http.request"}
         await self.left.wait()
         return {"type": "http.disconnect"}
 
@@ -72,6 +78,7 @@ async def test_work_that_should_be_finished_goes_on_after_its_time() -> None:
 async def test_who_left_is_told_apart_from_who_took_too_long() -> None:
     """One is counted as gone, the other gets an answer."""
     client = Client()
+    await client.exchange.read(0)
     client.left.set()
     watched = client.exchange.watched(limit_s=600.0, idle_s=600.0)
     with watched, pytest.raises(ClientGoneError):

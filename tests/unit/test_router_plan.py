@@ -175,11 +175,14 @@ def with_first(fleet_: Fleet, **state: bool) -> Fleet:
 @pytest.mark.parametrize("state", ["is_draining", "is_full"])
 def test_a_lease_is_read_where_no_turn_may_go(state: str) -> None:
     """An engine that is drained or full keeps serving what it holds: prefill pulls
-    from there, and another engine decodes, so that a move costs no reuse."""
-    decided = plan(TURN, known(lease()), with_first(fleet(), **{state: True}), NOW)
-    assert (decided.kind, decided.reason) == (PlanKind.RETURN, Reason.LEASE_HELD)
-    assert decided.lease == lease()
-    assert (decided.prefill, decided.decode) == ("p1", "d0")
+    from there, and another engine decodes, so that a move costs no reuse. That it
+    could do a short turn alone changes nothing: it takes none."""
+    short = replace(TURN, news={lease().lease_id: 1})
+    for turn in (TURN, short):
+        moved = plan(turn, known(lease()), with_first(fleet(), **{state: True}), NOW)
+        assert (moved.kind, moved.reason) == (PlanKind.RETURN, Reason.MOVED)
+        assert moved.lease == lease()
+        assert (moved.prefill, moved.decode) == ("p1", "d0")
 
 
 def test_a_conversation_that_moved_stays_where_it_is() -> None:
