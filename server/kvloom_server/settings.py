@@ -70,6 +70,10 @@ class RouterSettings(BaseSettings):
     """How often the files that may change are looked at."""
     connector: Literal["kvloom", "stock"] = "kvloom"
     """``stock``: the engines run vLLM's own connector, so nothing is returned."""
+    transfer: Literal["pull", "push"] = "pull"
+    """How decode learns that a prompt's KV is ready. ``pull``: from the router,
+    after prefill has answered. ``push``: both legs go out at once, and prefill
+    tells decode; needs our connector, and the lease services of both engines."""
     returns: Annotated[Returns, BeforeValidator(_returns)] = "on"
     """When a turn's KV goes back to prefill: ``off``; ``lazy``, with the next
     turn; ``eager``, while the tool runs; ``auto``, as the conversation's pauses

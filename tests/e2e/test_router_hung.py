@@ -20,7 +20,7 @@ from e2e.test_router_stage import (
 from kvloom.protocol import Reason
 from kvloom_server.settings import EngineSpec
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("transfer")]
 
 # Timeouts that no test would live to see: only the pulse can notice.
 SOON = {"hang_after_s": 0.4, "prefill_timeout_s": 600.0}

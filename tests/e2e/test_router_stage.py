@@ -24,7 +24,7 @@ from kvloom_server.settings import EngineSpec, RouterSettings
 
 MODEL = "fake-model"
 CONVERSATION = {"X-Session-ID": "conversation-1"}
-_SETTINGS = {
+SETTINGS: dict[str, Any] = {
     # Often enough to see a restart soon.
     "health_interval_s": 0.05,
     # A grant that is late on a busy machine is not what most tests are about.
@@ -129,7 +129,7 @@ class Stage:
         self.cluster = cluster
         self.settings = RouterSettings(
             port=0,
-            **(_engines(cluster) | _SETTINGS | settings),
+            **(_engines(cluster) | SETTINGS | settings),
         )
         self._inner = AiohttpUpstream(connect_timeout_s=5.0, idle_timeout_s=60.0)
         self.upstream = TapingUpstream(self._inner)

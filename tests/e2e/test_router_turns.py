@@ -23,7 +23,7 @@ from e2e.test_router_stage import (
 from kvloom.protocol import PlanKind, Reason, is_handle
 from kvloom.testing import thoughtful
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("transfer")]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import zmq.asyncio
@@ -18,12 +19,15 @@ from kvloom.protocol import (
     LeaseRef,
     PrefillOutcome,
     Reason,
+    announce_as_of,
+    awaited_of,
     is_warm_up,
     lease_of,
     min_tokens_of,
     turn_of,
 )
 
+from .announcements import announced
 from .asks import Ask
 from .book import Offer
 from .cache import BlockPool, block_digests
@@ -96,6 +100,9 @@ class EngineCore:
 
         A turn that is left before it was advanced to its end is aborted.
         """
+        name = announce_as_of(ask.params)
+        if name is not None:
+            self.leases.announcements.expect(name)
         turn = await self._admitted(ask, index)
         self.num_running += 1
         self._changes.notify()
@@ -104,6 +111,7 @@ class EngineCore:
         finally:
             self.num_running -= 1
             if not turn.is_finished:
+                self._announce(ask, None)
                 self._end(turn)
             self._changes.notify()
 
@@ -113,6 +121,7 @@ class EngineCore:
         self.num_waiting += 1
         self._changes.notify()
         try:
+            ask = await self._handed_over(ask)
             while True:
                 turn = await self._try_admit(ask, index)
                 if turn is not None:
@@ -121,6 +130,16 @@ class EngineCore:
         finally:
             self.num_waiting -= 1
             self._changes.notify()
+
+    async def _handed_over(self, ask: Ask) -> Ask:
+        """The request, once prefill has announced the prompt that it waits for."""
+        ref = awaited_of(ask.params)
+        if ref is None or ask.params.get("do_remote_decode"):
+            return ask
+        assert self._context is not None, "start the engine before its first turn"
+        params = await announced(self._context, ref) or {}
+        ours = {**params.get(ENGINE_KEY, {}), **ask.params[ENGINE_KEY]}
+        return replace(ask, params={**params, ENGINE_KEY: ours})
 
     def _growth(self) -> Callable[[], bool]:
         free = self.pool.num_free
@@ -258,7 +277,13 @@ class EngineCore:
         """
         if turn.ask.params.get("do_remote_decode") and not self._is_closed:
             turn.handover = self._handover(turn)
+            self._announce(turn.ask, turn.handover)
         self._end(turn)
+
+    def _announce(self, ask: Ask, params: dict[str, Any] | None) -> None:
+        name = announce_as_of(ask.params)
+        if name is not None:
+            self.leases.announcements.tell(name, params)
 
     def _handover(self, turn: Turn) -> dict[str, Any]:
         """What decode needs to fetch the prompt's KV, pinned until it has; of a

@@ -16,6 +16,7 @@ from kvloom.protocol import (
     OPS,
     PROTOCOL_VERSION,
     SUBSCRIPTION_S,
+    Await,
     Claim,
     Claimed,
     Done,
@@ -31,6 +32,7 @@ from kvloom.protocol import (
     Welcome,
 )
 
+from .announcements import Announcements
 from .book import Lease, LeaseBook, Offer, UnknownLeaseError
 from .cache import BlockPool
 from .changes import Changes
@@ -69,6 +71,7 @@ class LeaseService:
         self.engine_id = engine_id
         self.boot_id = boot_id
         self.book = LeaseBook(pool, on_event=self._publish)
+        self.announcements = Announcements(self._tell)
         self.events: list[LeaseEvent] = []
         """Every event of this life, sent or dropped."""
         self.is_mute = False
@@ -175,7 +178,7 @@ class LeaseService:
             if self.is_mute or len(frames) != 4:
                 continue
             peer, op, tag, body = frames
-            reply = self._reply(peer, op, body)
+            reply = self._reply(peer, op, tag, body)
             if reply is not None:
                 self._post([peer, OPS[type(reply)], tag], reply)
             self._changes.notify()
@@ -185,8 +188,14 @@ class LeaseService:
         while True:
             await socket.send_multipart(await self._outbox.get())
 
-    def _reply(self, peer: bytes, op: bytes, body: bytes) -> object | None:
+    def _tell(self, peer: bytes, tag: bytes, answer: object) -> None:
+        if not self.is_mute:
+            self._post([peer, OPS[type(answer)], tag], answer)
+
+    def _reply(self, peer: bytes, op: bytes, tag: bytes, body: bytes) -> object | None:
         message = _decoded(op, body)
+        if isinstance(message, Await):
+            return self.announcements.ask(message.name, peer, tag)
         if peer in self._subscribers:
             self._subscribers[peer] = time.monotonic()
         try:

@@ -292,6 +292,7 @@ def _decode(parts: _Parts) -> DecodeLeg:
         experience=parts.experience,
         sealer=parts.sealer,
         metrics=parts.metrics,
+        pushes=parts.settings.transfer == "push",
         handle_wait_s=parts.settings.handle_wait_s,
         api_key=parts.api_key,
         clock=parts.clock,

@@ -6,27 +6,27 @@ gets an error event. The last event carries the handle of the turn's lease.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
-from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport
+from kvloom.protocol import HANDLE_HEADER, PlanReport, PromptRef
 
+from .ahead import Ahead
 from .directory import Directory, continues
-from .endings import ENDINGS
 from .engine import Engine, EngineLostError
 from .engines import Engines
-from .errors import RouterError, engine_failed, engine_failed_midway
+from .errors import engine_failed
 from .exchange import Exchange
 from .experience import Experience
 from .feed import Feeds
-from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault, kept
+from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault
 from .legs import decode_body
 from .metrics import Metrics
 from .plan import Lease, next_decode
-from .replay import KeptAnswer
+from .relay import Granted, Relay
 from .seal import Binding, Sealed, Sealer
-from .splice import TailSplicer
 from .strays import Strays
 from .upstream import (
     BrokenError,
@@ -34,13 +34,10 @@ from .upstream import (
     UpstreamError,
     UpstreamRequest,
     UpstreamResponse,
-    read_all,
 )
 from .warm import Warmer
 
 log = logging.getLogger(__name__)
-
-Granted = asyncio.Future[Lease | None]
 
 KEPT_S: Final = 60.0
 """Until when a handle says that a lease lives which was just now renewed for as
@@ -66,6 +63,7 @@ class DecodeLeg:
         experience: Experience,
         sealer: Sealer,
         metrics: Metrics,
+        pushes: bool,
         handle_wait_s: float,
         api_key: str | None,
         clock: Callable[[], float],
@@ -80,10 +78,29 @@ class DecodeLeg:
         self._experience = experience
         self._sealer = sealer
         self._metrics = metrics
+        self._pushes = pushes
         self._handle_wait_s = handle_wait_s
         self._api_key = api_key
         self._clock = clock
         self._wall_clock = wall_clock
+
+    def go_ahead(self, job: Job) -> None:
+        """Send the decode leg beside the prefill leg, where the engines can tell
+        each other when to go on."""
+        prefill, decode = job.plan.prefill, self._engines[job.plan.decode]
+        if not self._pushes or prefill is None or not decode.is_up:
+            return
+        address = self._engines[prefill].spec.lease_address
+        if address is None or decode.spec.lease_address is None:
+            return
+        awaited = PromptRef(name=job.turn_id, address=address)
+        request = self._request(decode, job, None, awaited=awaited)
+        job.ahead = Ahead.of(
+            self._upstream.send(request),
+            prefill=prefill,
+            decode=decode.name,
+            name=job.turn_id,
+        )
 
     async def run(self, job: Job, client: Exchange) -> str:
         """Have a decode engine answer the client; how that ended.
@@ -94,6 +111,9 @@ class DecodeLeg:
         """
         params = job.transfer_params
         name = self._first(job)
+        if job.ahead is not None and job.ahead.decode != name:
+            # It may have read what prefill left; blocks are read once.
+            params = None
         refused: EngineAnswerError | None = None
         while name is not None and len(job.tried) < MAX_ATTEMPTS:
             engine = self._engines[name]
@@ -144,14 +164,6 @@ class DecodeLeg:
         params: dict[str, Any] | None,
         client: Exchange,
     ) -> str:
-        turn_id = job.turn_id if job.asks_lease else None
-        body = decode_body(
-            job.request.body,
-            params,
-            turn_id=turn_id,
-            api=job.request.api,
-            expected_return_s=self._experience.expected_return_s(job),
-        )
         lease = job.plan.lease
         if (
             job.asks_lease
@@ -165,18 +177,49 @@ class DecodeLeg:
             self._feeds.announcements.expected(job.turn_id) as granted,
             job.trace.leg("decode", engine) as trace,
         ):
-            request = job.leg(engine, body, api_key=self._api_key, trace=trace)
             kept = self._warmer.keeper(job)
-            relay = _Relay(self, engine, job, client, granted, began, kept)
-            outcome = await relay.run(request)
+            relay = Relay(self, engine, job, client, granted, began, kept)
+            outcome = await relay.run(partial(self._send, engine, job, params, trace))
             if outcome == "ok":
                 self._experience.ended(job, self._clock())
                 lease = granted.result() if granted.done() else None
                 self._warmer.ended(job, lease, kept)
             return outcome
 
-    async def send(self, request: UpstreamRequest) -> UpstreamResponse:
+    async def _send(
+        self,
+        engine: Engine,
+        job: Job,
+        params: dict[str, Any] | None,
+        trace: Mapping[str, str],
+    ) -> UpstreamResponse:
+        """The leg's answer: of the one that went ahead, or of a new one."""
+        ahead = job.ahead
+        if ahead is not None and ahead.decode == engine.name:
+            job.ahead = None
+            return await ahead.sending
+        await job.drop_ahead()
+        request = self._request(engine, job, params, trace=trace)
         return await self._upstream.send(request)
+
+    def _request(
+        self,
+        engine: Engine,
+        job: Job,
+        params: dict[str, Any] | None,
+        *,
+        awaited: PromptRef | None = None,
+        trace: Mapping[str, str] | None = None,
+    ) -> UpstreamRequest:
+        body = decode_body(
+            job.request.body,
+            params,
+            turn_id=job.turn_id if job.asks_lease else None,
+            api=job.request.api,
+            expected_return_s=self._experience.expected_return_s(job),
+            awaited=awaited,
+        )
+        return job.leg(engine, body, api_key=self._api_key, trace=trace)
 
     def answered(self, engine: Engine, job: Job, began: float) -> PlanReport:
         """The first byte is there: remember who answers."""
@@ -278,113 +321,6 @@ class DecodeLeg:
         log.warning("engine=%s turn=%s event=decode_failed", engine.name, job.turn_id)
 
 
-class _Relay:
-    """One decode engine's answer on its way to the client."""
-
-    def __init__(
-        self,
-        leg: DecodeLeg,
-        engine: Engine,
-        job: Job,
-        client: Exchange,
-        granted: Granted,
-        began: float,
-        kept: KeptAnswer | None,
-    ) -> None:
-        self._kept = kept
-        self._leg = leg
-        self._engine = engine
-        self._job = job
-        self._client = client
-        self._granted = granted
-        self._began = began
-        self._ending = ENDINGS[job.request.api]
-        self._splicer = TailSplicer(self._ending)
-        self._last = b""
-        """What came last, for the error that may have to follow it."""
-
-    async def run(self, request: UpstreamRequest) -> str:
-        try:
-            async with self._engine.leg():
-                response = await self._leg.send(request)
-                try:
-                    if response.status == 200 and _is_stream(response):
-                        return await self._stream(response)
-                    body = await read_all(response)
-                finally:
-                    await response.abort()
-        except BrokenError as error:
-            # Until the first byte another engine may answer.
-            if not self._client.has_started:
-                raise
-            return await self._break_off(error)
-        if response.status != 200:
-            raise EngineAnswerError(response.status, response.headers, body)
-        if self._kept is not None:
-            self._kept.feed(body)
-        headers, handle = self._headers(response), await self._handle()
-        if handle is not None and self._ending.by_header:
-            headers.append((HANDLE_HEADER.lower(), handle))
-        await self._client.reply(200, headers, self._ending.whole(body, handle))
-        return "ok"
-
-    async def _stream(self, response: UpstreamResponse) -> str:
-        chunks = response.body()
-        if self._kept is not None:
-            self._kept.is_stream = True
-        # Not before the first bytes: until then another engine may answer.
-        first = await anext(chunks, b"")
-        self._leg.streams(self._engine, self._job, self._began)
-        headers = self._headers(response)
-        if self._ending.by_header:
-            headers += self._leg.early_handle(self._engine, self._job)
-        await self._client.open_stream(200, headers, farewell=self._farewell)
-        await self._pass_on(first)
-        async for chunk in chunks:
-            await self._pass_on(chunk)
-        await self._client.end(self._splicer.finish(None))
-        return "ok"
-
-    async def _pass_on(self, chunk: bytes) -> None:
-        self._engine.worked()
-        if self._kept is not None:
-            self._kept.feed(chunk)
-        self._last = chunk
-        data = self._splicer.feed(chunk)
-        if self._splicer.is_done and not self._ending.by_header:
-            data += self._splicer.finish(await self._handle())
-        elif self._splicer.is_done:
-            await self._client.chunk(data + self._splicer.finish(None))
-            # The client has the handle; its lease may have to be kept.
-            await self._handle()
-            return
-        if data:
-            await self._client.chunk(data)
-
-    async def _break_off(self, error: BrokenError) -> str:
-        is_whole = self._splicer.is_done or self._splicer.is_finished
-        await self._client.end(self._farewell(engine_failed_midway()))
-        if is_whole:
-            return "ok"
-        self._leg.broke(self._engine, self._job, error)
-        return "broken"
-
-    def _farewell(self, error: RouterError) -> bytes:
-        """The rest of the stream, which ends now; an error if it is not whole."""
-        if self._splicer.is_done or self._splicer.is_finished:
-            return self._splicer.finish(None)
-        rest = self._splicer.abandon()
-        return rest + self._ending.error_event(error, self._last)
-
-    def _headers(self, response: UpstreamResponse) -> list[tuple[str, str]]:
-        self._job.is_taken = True
-        report = self._leg.answered(self._engine, self._job, self._began)
-        return [*kept(response.headers), (PLAN_HEADER.lower(), report.encode())]
-
-    async def _handle(self) -> str | None:
-        return await self._leg.handle_for(self._engine, self._job, self._granted)
-
-
 def _goes_on(job: Job, engine: Engine, lease: Lease) -> bool:
     """Whether the turn goes on from all of ``lease``, so that its own replaces it.
 
@@ -408,8 +344,3 @@ def _last_word(refused: EngineAnswerError | None) -> Exception:
     if refused is not None and refused.status < 500:
         return refused
     return engine_failed()
-
-
-def _is_stream(response: UpstreamResponse) -> bool:
-    kinds = (v for n, v in response.headers if n == "content-type")
-    return next(kinds, "").startswith("text/event-stream")

@@ -15,6 +15,7 @@ from kvloom.protocol import (
 )
 
 from .admission import Seats
+from .ahead import Ahead
 from .engine import Engine
 from .identity import new_turn_id, tag_of
 from .legs import leg_headers
@@ -84,6 +85,8 @@ class Job:
     prefill: Engine | None = None
     """Who did the prefill leg, once it is done."""
     prefilled: Prefilled | None = None
+    ahead: Ahead | None = None
+    """The decode leg that went out beside the prefill leg, until it is used."""
     is_abandoned: bool = False
     """Whether its client left, so that no other engine need try."""
     is_taken: bool = False
@@ -127,6 +130,12 @@ class Job:
         """Whether the lease is of the turn's own conversation: a branch may
         begin from its parent's, which stays the parent's."""
         return tag_of(lease.lease_id) == self.turn.tag
+
+    async def drop_ahead(self) -> None:
+        """The decode leg that went out early is of no use."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            await ahead.drop()
 
     def rename(self) -> None:
         """Another attempt gets another name: the first may still be granted."""

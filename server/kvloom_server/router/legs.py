@@ -13,6 +13,7 @@ from kvloom.protocol import (
     CONVERSATION_HEADER,
     KV_TRANSFER_PARAMS,
     LeaseRef,
+    PromptRef,
     decode_params,
     prefill_params,
 )
@@ -53,15 +54,19 @@ def prefill_body(
     *,
     min_tokens: int | None = None,
     is_warm_up: bool = False,
+    announce_as: str | None = None,
 ) -> bytes:
     """The prefill leg: the same prompt, one token, and what to pull.
 
-    ``min_tokens`` and ``is_warm_up`` are those of
+    ``min_tokens``, ``is_warm_up`` and ``announce_as`` are those of
     :func:`~kvloom.protocol.prefill_params`.
     """
     leg = shortened(api, _theirs(body, api))
     leg[KV_TRANSFER_PARAMS] = prefill_params(
-        lease, min_tokens=min_tokens, is_warm_up=is_warm_up
+        lease,
+        min_tokens=min_tokens,
+        is_warm_up=is_warm_up,
+        announce_as=announce_as,
     )
     return msgspec.json.encode(leg)
 
@@ -73,6 +78,7 @@ def decode_body(
     turn_id: str | None,
     api: Api = Api.CHAT,
     expected_return_s: float | None = None,
+    awaited: PromptRef | None = None,
 ) -> bytes:
     """The decode leg: the client's own body, and where its prompt's KV is.
 
@@ -83,10 +89,13 @@ def decode_body(
         turn_id: the name of the lease that the turn asks for.
         api: the endpoint.
         expected_return_s: how long after this turn's end the next is expected.
+        awaited: what decode waits for itself, in place of ``prefilled``.
     """
     leg: dict[str, Any] = dict(_theirs(body, api))
     wait_s = expected_return_s if turn_id is not None else None
-    params = decode_params(prefilled, turn_id=turn_id, expected_return_s=wait_s)
+    params = decode_params(
+        prefilled, turn_id=turn_id, expected_return_s=wait_s, awaited=awaited
+    )
     if params is not None:
         leg[KV_TRANSFER_PARAMS] = params
     return msgspec.json.encode(leg)

@@ -85,6 +85,8 @@ class PrefillLeg:
                 job.prefill = engine
                 self._learn(job, self._clock() - began, num_others)
                 return
+            # Decode waits for that engine and no other.
+            await job.drop_ahead()
             tried.append(name)
             job.num_retries += 1
             self._metrics.retries.labels("prefill").inc()
@@ -144,7 +146,14 @@ class PrefillLeg:
         least = None
         if ref is not None and lease is not None:
             least = self._experience.min_tokens(engine.name, lease)
-        return prefill_body(job.request.body, ref, job.request.api, min_tokens=least)
+        ahead = job.ahead
+        return prefill_body(
+            job.request.body,
+            ref,
+            job.request.api,
+            min_tokens=least,
+            announce_as=ahead.name if ahead is not None else None,
+        )
 
     def _learn(self, job: Job, seconds: float, num_others: int) -> None:
         assert job.prefill is not None

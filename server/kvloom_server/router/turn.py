@@ -144,6 +144,7 @@ class Conductor:
         outcome = "failed"
         self._chronicle.began(job)
         try:
+            self._decode.go_ahead(job)
             await client.unless_gone(
                 self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
             )
@@ -164,6 +165,7 @@ class Conductor:
             outcome = "cut_off"
             raise
         finally:
+            await job.drop_ahead()
             self._strays.release(job)
             job.seats.leave(Role.DECODE)
             if not job.is_abandoned:  # else the leg goes on, and keeps its seat

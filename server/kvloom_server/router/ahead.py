@@ -1,0 +1,44 @@
+"""A decode leg that goes out beside its prefill leg: decode waits for the prompt.
+
+Prefill tells decode itself when the prompt is done; nobody looks at decode's
+answer before prefill has answered the router, too.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from .upstream import UpstreamError, UpstreamResponse
+
+Sending = Coroutine[Any, Any, UpstreamResponse]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """One decode leg under way."""
+
+    prefill: str
+    """The engine that decode waits for; no other one announces the prompt."""
+    decode: str
+    name: str
+    """Under which the prompt is announced."""
+    sending: asyncio.Task[UpstreamResponse]
+
+    @classmethod
+    def of(cls, sending: Sending, *, prefill: str, decode: str, name: str) -> "Ahead":
+        """Send it, in the background."""
+        task = asyncio.create_task(sending, name="kvloom-ahead")
+        return cls(prefill=prefill, decode=decode, name=name, sending=task)
+
+    async def drop(self) -> None:
+        """Nobody wants its answer: decode is told by the connection's end."""
+        self.sending.cancel()
+        await asyncio.wait((self.sending,))
+        if self.sending.cancelled():
+            return
+        error = self.sending.exception()
+        if error is None:
+            await self.sending.result().abort()
+        elif not isinstance(error, UpstreamError):
+            raise error
