@@ -110,6 +110,7 @@ def _verdict(scene: Json, url: str) -> RenderableType:
             lines.append(Text(f"      {cause['advice']}", style="dim"))
     numbers = (
         f"{found['turns']} turns, {len(scene['underway'])} under way, "
+        f"{scene['waiting']} in line, "
         f"{found['failed']} failed; {scene['conversations']} conversations; "
         f"first token {_time(ttft['median'])} (median), {_time(ttft['p95'])} (p95)"
     )
@@ -119,7 +120,9 @@ def _verdict(scene: Json, url: str) -> RenderableType:
 def _engines(engines: Iterable[Json]) -> Table:
     table = _table("engine", "state", "KV memory", "", "in flight", "leases")
     for engine in engines:
-        colour = {"up": "green", "resting": "yellow"}.get(engine["state"], "red")
+        colour = {"up": "green", "resting": "yellow", "draining": "yellow"}.get(
+            engine["state"], "red"
+        )
         is_decode = engine["role"] == "decode"
         table.add_row(
             Text(f"{engine['name']} {engine['role']}"),

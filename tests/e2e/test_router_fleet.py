@@ -65,7 +65,7 @@ async def test_a_drained_engine_loses_its_conversations_and_no_reuse() -> None:
         messages = follow_up(opening(), first.message)
         told = await stage.turn(messages)
         assert number_of(told) == 1 - old
-        assert told.report.reason is Reason.LEASE_HELD
+        assert told.report.reason is Reason.MOVED
         assert told.report.returned_tokens
         assert told.message.content == await right_answer(messages)
         held = stage.cluster.decode[old].engine

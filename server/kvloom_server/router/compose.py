@@ -77,7 +77,8 @@ def build_app(
         wall_clock=wall_clock,
     )
     prefill = _prefill(parts)
-    operator = _operator(parts)
+    conductor = _conductor(parts, prefill)
+    operator = _operator(parts, conductor)
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
@@ -99,7 +100,7 @@ def build_app(
     return RouterApp(
         engines=parts.engines,
         feeds=parts.feeds,
-        conductor=_conductor(parts, prefill),
+        conductor=conductor,
         passthrough=PassThrough(
             engines=parts.engines,
             upstream=parts.upstream,
@@ -125,7 +126,7 @@ def build_app(
     )
 
 
-def _operator(parts: Parts) -> Operator:
+def _operator(parts: Parts, conductor: Conductor) -> Operator:
     memory = MemoryPoll(
         engines=parts.engines,
         upstream=parts.upstream,
@@ -138,6 +139,7 @@ def _operator(parts: Parts) -> Operator:
         feeds=parts.feeds,
         chronicle=parts.chronicle,
         memory=memory,
+        num_waiting=lambda: conductor.num_waiting,
         clock=parts.wall_clock,
     )
     return Operator(scene=scene, engines=parts.engines, chronicle=parts.chronicle)

@@ -50,12 +50,15 @@ class Scene:
         feeds: Feeds,
         chronicle: Chronicle,
         memory: MemoryPoll,
+        num_waiting: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
+        """``num_waiting`` says how many turns wait for room at the engines."""
         self._engines = engines
         self._directory = directory
         self._feeds = feeds
         self._chronicle = chronicle
+        self._num_waiting = num_waiting
         self._clock = clock
         self._began_unix = clock()
         self._shared: tuple[tuple[int, int], Json] = ((-1, 0), {})
@@ -137,6 +140,7 @@ class Scene:
         return {
             "engines": self._engine_rows(),
             "conversations": len(self._directory),
+            "waiting": self._num_waiting(),
             "underway": [
                 {"conversation": each.conversation, "began": each.began_unix}
                 for each in self._chronicle.underway()

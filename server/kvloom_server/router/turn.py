@@ -89,13 +89,18 @@ class Conductor:
             undo=self._unseat,
         )
         engines.on_room.append(self._line.look)
-        metrics.watch_queue(lambda: len(self._line))
+        metrics.watch_queue(lambda: self.num_waiting)
         self._metrics = metrics
         self._chronicle = chronicle
         self._default_mode = mode
         self._can_return = can_return
         self._clock = clock
         self._wall_clock = wall_clock
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns in line for room at the engines."""
+        return len(self._line)
 
     async def carry_out(self, request: TurnRequest, client: Exchange) -> str:
         """Answer one turn; how it ended.
