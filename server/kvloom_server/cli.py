@@ -33,7 +33,7 @@ from .logs import LogFormat, start_logging
 from .router import EnginesFileError
 from .router import serve as serve_router
 from .router.tracing import TracingUnavailableError
-from .settings import Returns, RouterSettings
+from .settings import Returns, RouterSettings, Transfer
 from .status import StatusError, show_status
 
 app = typer.Typer(
@@ -43,6 +43,13 @@ app = typer.Typer(
     help="Every turn of an agent starts from the KV cache of the turn before.",
 )
 
+TransferArg = Annotated[
+    Transfer,
+    typer.Option(
+        help="pull: decode is asked after prefill. push: beside it, and prefill tells "
+        "decode when to read."
+    ),
+]
 RETURNS_HELP = "When KV goes back to prefill."
 
 T = TypeVar("T")
@@ -79,6 +86,7 @@ def up(
         str | None, typer.Option(help="Hub id or folder; else the bundled model.")
     ] = None,
     returns: Annotated[Returns, typer.Option(help=RETURNS_HELP)] = "on",
+    transfer: TransferArg = "pull",
     connector: Annotated[
         Connector, typer.Option(help="Ours, or vLLM's own to compare with.")
     ] = Connector.KVLOOM,
@@ -103,6 +111,7 @@ def up(
         num_decode=decode,
         model=model,
         returns=returns,
+        transfer=transfer,
         connector=connector,
         engine_args=tuple(engine_arg or ()),
         prefill_args=tuple(prefill_arg or ()),
@@ -140,6 +149,9 @@ def serve(
         int | None, typer.Option(min=0, max=65535, help="0 takes a free one.")
     ] = None,
     returns: Annotated[Returns | None, typer.Option(help=RETURNS_HELP)] = None,
+    transfer: Annotated[
+        Transfer | None, typer.Option(help="As of `kvloom up`.")
+    ] = None,
     connector: Annotated[
         Connector | None, typer.Option(help="What the engines run.")
     ] = None,
@@ -191,6 +203,7 @@ def serve(
             host=host,
             port=port,
             returns=returns,
+            transfer=transfer,
             connector=connector and connector.value,
             cluster_key_file=cluster_key_file,
             handle_key_file=handle_key_file,

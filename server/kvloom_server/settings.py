@@ -33,6 +33,9 @@ Engines = Annotated[
 Returns = Literal["on", "off", "lazy", "eager", "auto"]
 """When a turn's KV goes back to prefill, as operators write it."""
 
+Transfer = Literal["pull", "push"]
+"""How decode learns that a prompt's KV is ready."""
+
 ON: Final = ReturnMode.LAZY
 """What ``on`` stands for."""
 
@@ -70,7 +73,7 @@ class RouterSettings(BaseSettings):
     """How often the files that may change are looked at."""
     connector: Literal["kvloom", "stock"] = "kvloom"
     """``stock``: the engines run vLLM's own connector, so nothing is returned."""
-    transfer: Literal["pull", "push"] = "pull"
+    transfer: Transfer = "pull"
     """How decode learns that a prompt's KV is ready. ``pull``: from the router,
     after prefill has answered. ``push``: both legs go out at once, and prefill
     tells decode; needs our connector, and the lease services of both engines."""
@@ -168,7 +171,25 @@ class RouterSettings(BaseSettings):
     def _is_whole(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: set both, or none")
+        if self.transfer == "push":
+            self._check_push()
         return self
+
+    def _check_push(self) -> None:
+        if self.connector != "kvloom":
+            raise ValueError(
+                "transfer=push needs kvloom's connector: vLLM's own can't tell decode "
+                "that a prompt is ready; use transfer=pull"
+            )
+        engines = [
+            e for e in (*self.prefill, *self.decode) if isinstance(e, EngineSpec)
+        ]
+        silent = [engine.url for engine in engines if engine.lease_address is None]
+        if silent:
+            raise ValueError(
+                "transfer=push needs the lease service of every engine, by which "
+                f"prefill tells decode: write {silent[0]},lease=tcp://host:port"
+            )
 
     def cluster_key(self) -> bytes | None:
         """The cluster key, or ``None`` where none is set.

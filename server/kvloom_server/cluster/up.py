@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from kvloom_server.logs import start_logging, stop_logging
 from kvloom_server.router import RouterServer
-from kvloom_server.settings import EngineSpec, Returns, RouterSettings
+from kvloom_server.settings import EngineSpec, Returns, RouterSettings, Transfer
 
 from . import model as bundled
 from .checks import check_model, read_cluster_key
@@ -48,6 +48,8 @@ class UpSettings:
     """A hub id or a folder; ``None``: the bundled model."""
     returns: Returns = "on"
     """When a turn's KV goes back to prefill."""
+    transfer: Transfer = "pull"
+    """How decode learns that a prompt's KV is ready."""
     direct_tokens: int | None = None
     """As in the router's settings; ``None`` leaves it to them."""
     connector: Connector = Connector.KVLOOM
@@ -247,6 +249,7 @@ def router_settings(settings: UpSettings, slots: list[EngineSlot]) -> RouterSett
         port=settings.port,
         connector=settings.connector.value,
         returns=settings.returns,
+        transfer=settings.transfer,
         prefill=specs(Role.PREFILL),
         decode=specs(Role.DECODE),
         # Also where it is None: a variable that only the router reads would have
