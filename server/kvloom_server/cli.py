@@ -29,7 +29,7 @@ from .cluster.up import UpSettings
 from .cluster.verdict import judge
 from .demo import DemoError, run_demo
 from .keys import KeyFileError
-from .logs import LogFormat, start_logging
+from .logs import LogFormat, start_logging, stop_logging
 from .router import EnginesFileError
 from .router import serve as serve_router
 from .router.tracing import TracingUnavailableError
@@ -104,7 +104,11 @@ def up(
 ) -> None:
     """Start a local cluster: engines and router, until Ctrl-C."""
     with _plain_errors():
-        key_file = _settings(cluster_key_file=cluster_key_file).cluster_key_file
+        key_file = _settings(
+            cluster_key_file=cluster_key_file,
+            transfer=transfer,
+            connector=connector.value,
+        ).cluster_key_file
     settings = UpSettings(
         port=port,
         num_prefill=prefill,
@@ -218,8 +222,11 @@ def serve(
             traces=traces,
         )
         read_cluster_key(settings.cluster_key_file)
-        start_logging(level=settings.log_level, log_format=settings.log_format)
-        asyncio.run(serve_router(settings))
+        lines = start_logging(level=settings.log_level, log_format=settings.log_format)
+        try:
+            asyncio.run(serve_router(settings))
+        finally:
+            stop_logging(lines)
 
 
 def _settings(**given: object) -> RouterSettings:
@@ -254,8 +261,7 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        wrong = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
-        _fail("; ".join(f"{name}: {message}" for name, message in wrong))
+        _fail("; ".join(_said(each["loc"], each["msg"]) for each in error.errors()))
     except (
         ClusterKeyError,
         KeyFileError,
@@ -264,6 +270,12 @@ def _plain_errors() -> Iterator[None]:
         OSError,
     ) as error:
         _fail(str(error))
+
+
+def _said(where: tuple[int | str, ...], message: str) -> str:
+    """One thing that is wrong; what concerns several settings names them itself."""
+    name = ".".join(map(str, where))
+    return f"{name}: {message}" if name else message.removeprefix("Value error, ")
 
 
 def _fail(text: str) -> None:

@@ -123,3 +123,14 @@ def test_secrets_do_not_show_in_the_settings() -> None:
         handle_key=SecretStr("hidden-hidden-hidden"), upstream_api_key=SecretStr("hid")
     )
     assert "hid" not in repr(read).replace("handle", "")
+
+
+def test_push_is_refused_where_prefill_cannot_tell_decode() -> None:
+    """The start fails with a sentence that says why."""
+    leased = EngineSpec(url="http://h:1", lease_address="tcp://h:2")
+    mute = EngineSpec(url="http://h:3")
+    assert RouterSettings(transfer="push", prefill=(leased,), decode=(leased,))
+    with pytest.raises(ValidationError, match="http://h:3,lease="):
+        RouterSettings(transfer="push", prefill=(leased,), decode=(mute,))
+    with pytest.raises(ValidationError, match="needs kvloom's connector"):
+        RouterSettings(transfer="push", connector="stock")
