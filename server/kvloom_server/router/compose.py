@@ -2,12 +2,9 @@
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -21,34 +18,21 @@ from .access import Access, KeyRing, is_loopback
 from .admin import AdminApi
 from .app import RouterApp
 from .background import started, stopped
-from .census import Census
-from .chronicle import Chronicle
 from .decode import DecodeLeg
 from .derive import Chains
-from .directory import Directory, Let
-from .ended import EndedConversations
-from .engine import Engine, Role
-from .engines import Engines
-from .experience import Experience
-from .feed import PROBE_S, Feeds, Followed
-from .membership import FLAGS, Entry
 from .memory import MemoryPoll
 from .metrics import Metrics
 from .naming import Names
 from .operator import Operator
+from .parts import Parts, make_parts
 from .passthrough import PassThrough
 from .prefill import PrefillLeg
-from .roster import Roster
 from .scene import Scene
-from .seal import Sealer
-from .sources import DnsSource, FileSource, Sources
-from .strays import Strays
 from .tenancy import Tenancy
 from .tls import check_tls
 from .tracing import NoTraces, Traces, otel_traces
 from .turn import Conductor, Limits
 from .upstream import AiohttpUpstream, Upstream
-from .warm import Warmer
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +68,7 @@ def build_app(
     check_tls(settings)
     own = _aiohttp(settings)
     reach = own if upstream is None else upstream
-    parts = _parts(
+    parts = make_parts(
         settings,
         upstream=reach,
         metrics=Metrics(registry if registry is not None else CollectorRegistry()),
@@ -143,109 +127,7 @@ def build_app(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What several parts of the router share."""
-
-    settings: RouterSettings
-    upstream: Upstream
-    api_key: str | None
-    engines: Engines
-    directory: Directory
-    feeds: Feeds
-    roster: Roster
-    sources: Sources
-    ended: EndedConversations
-    strays: Strays
-    warmer: Warmer
-    experience: Experience
-    secrets: Sequence[bytes]
-    sealer: Sealer
-    metrics: Metrics
-    chronicle: Chronicle
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float]
-
-
-def _parts(
-    settings: RouterSettings,
-    *,
-    upstream: Upstream,
-    metrics: Metrics,
-    traces: Traces,
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
-) -> _Parts:
-    key = settings.upstream_api_key
-    api_key = key.get_secret_value() if key is not None else None
-    directory = Directory(
-        max_conversations=settings.max_conversations,
-        idle_s=settings.conversation_idle_s,
-        max_bytes=settings.max_map_bytes,
-    )
-    engines = Engines(
-        upstream=upstream,
-        health_interval_s=settings.health_interval_s,
-        health_timeout_s=settings.health_timeout_s,
-        hang_after_s=settings.hang_after_s,
-        max_turns=settings.max_turns_per_engine,
-        failures_to_rest=settings.failures_to_rest,
-        min_share=settings.min_engine_share,
-        api_key=api_key,
-        clock=clock,
-    )
-    metrics.watch(Census(engines, directory))
-    strays = Strays(
-        engines=engines, upstream=upstream, api_key=api_key, count=metrics.stray
-    )
-    feeds = _feeds(settings, engines, directory, metrics, wall_clock)
-    experience = _experience(settings, metrics)
-    warmer = Warmer(
-        engines=engines,
-        upstream=upstream,
-        directory=directory,
-        let_go=feeds.let_go,
-        experience=experience,
-        metrics=metrics,
-        api_key=api_key,
-        max_at_once=settings.max_warm_ups,
-        clock=clock,
-    )
-    roster = Roster(
-        engines=engines,
-        feeds=feeds,
-        directory=directory,
-        followed=partial(_followed, settings),
-        on_left=(warmer.make_way, experience.learner.forget),
-    )
-    secrets = _secrets(settings)
-    return _Parts(
-        settings=settings,
-        upstream=upstream,
-        api_key=api_key,
-        engines=engines,
-        directory=directory,
-        feeds=feeds,
-        roster=roster,
-        sources=_sources(settings, roster),
-        ended=EndedConversations(
-            directory=directory,
-            feeds=feeds,
-            on_end=(warmer.turn_began, experience.paces.forget),
-        ),
-        strays=strays,
-        warmer=warmer,
-        experience=experience,
-        secrets=secrets,
-        sealer=Sealer(secrets, cluster=settings.cluster_name),
-        metrics=metrics,
-        chronicle=Chronicle(traces=traces, clock=clock, wall_clock=wall_clock),
-        clock=clock,
-        wall_clock=wall_clock,
-    )
-
-
-def _operator(parts: _Parts, conductor: Conductor) -> Operator:
+def _operator(parts: Parts, conductor: Conductor) -> Operator:
     memory = MemoryPoll(
         engines=parts.engines,
         upstream=parts.upstream,
@@ -268,7 +150,7 @@ def _traces(settings: RouterSettings) -> Traces:
     return otel_traces() if settings.traces else NoTraces()
 
 
-def _prefill(parts: _Parts) -> PrefillLeg:
+def _prefill(parts: Parts) -> PrefillLeg:
     return PrefillLeg(
         engines=parts.engines,
         upstream=parts.upstream,
@@ -282,7 +164,7 @@ def _prefill(parts: _Parts) -> PrefillLeg:
     )
 
 
-def _decode(parts: _Parts) -> DecodeLeg:
+def _decode(parts: Parts) -> DecodeLeg:
     return DecodeLeg(
         engines=parts.engines,
         upstream=parts.upstream,
@@ -301,7 +183,7 @@ def _decode(parts: _Parts) -> DecodeLeg:
     )
 
 
-def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
+def _conductor(parts: Parts, prefill: PrefillLeg) -> Conductor:
     return Conductor(
         engines=parts.engines,
         directory=parts.directory,
@@ -332,16 +214,6 @@ def _conductor(parts: _Parts, prefill: PrefillLeg) -> Conductor:
     )
 
 
-def _experience(settings: RouterSettings, metrics: Metrics) -> Experience:
-    experience = Experience(
-        max_conversations=settings.max_conversations,
-        max_direct_tokens=settings.direct_tokens,
-        learns_threshold=settings.learn_threshold,
-    )
-    metrics.watch_thresholds(experience.learner.thresholds)
-    return experience
-
-
 def _chains(settings: RouterSettings) -> Chains | None:
     if not settings.derive_conversations:
         return None
@@ -357,65 +229,6 @@ def _aiohttp(settings: RouterSettings) -> AiohttpUpstream:
     )
 
 
-def _feeds(
-    settings: RouterSettings,
-    engines: Engines,
-    directory: Directory,
-    metrics: Metrics,
-    wall_clock: Callable[[], float],
-) -> Feeds:
-    def released(let: Let) -> None:
-        metrics.handle("released")
-
-    feeds = Feeds(
-        directory=directory,
-        clock=wall_clock,
-        on_release=released,
-        cluster_key=settings.cluster_key(),
-    )
-
-    def changed(engine: Engine) -> None:
-        feeds.kick(engine.name)
-        if not engine.standing.is_healthy:
-            directory.cooled(engine.name)
-
-    engines.on_change.append(changed)
-    return feeds
-
-
-def _followed(settings: RouterSettings, engine: Engine) -> Followed | None:
-    """How an engine's lease service is followed, if it has one."""
-    address = engine.spec.lease_address
-    if settings.connector != "kvloom" or address is None:
-        return None
-    return Followed(
-        name=engine.name,
-        address=address,
-        pulse=engine.pulse,
-        is_busy=partial(_is_busy, engine),
-        probe_s=min(PROBE_S, settings.hang_after_s / 5),
-    )
-
-
-def _is_busy(engine: Engine) -> bool:
-    return engine.num_in_flight > 0
-
-
-def _sources(settings: RouterSettings, roster: Roster) -> Sources:
-    """Where engines are named; those of the flags and the file are members."""
-    named = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
-    flags = [Entry(role=role, spec=spec) for role, specs in named for spec in specs]
-    roster.say(FLAGS, flags)
-    file = None
-    if settings.engines_file is not None:
-        file = FileSource(
-            settings.engines_file, roster=roster, interval_s=settings.file_interval_s
-        )
-        file.read_first()
-    dns = DnsSource(roster=roster, interval_s=settings.dns_interval_s)
-    return Sources(file=file, dns=dns)
-
-
 def _access(settings: RouterSettings) -> Access:
     return Access(
         clients=_key_ring(settings.client_keys_file),
@@ -429,19 +242,8 @@ def _key_ring(file: Path | None) -> KeyRing | None:
     return None if file is None else KeyRing(read_api_keys(file))
 
 
-async def _sweep(parts: _Parts) -> None:
+async def _sweep(parts: Parts) -> None:
     """Conversations leave the map also while nobody speaks."""
     while True:
         await asyncio.sleep(min(SWEEP_S, parts.settings.conversation_idle_s))
         parts.feeds.let_go(parts.directory.sweep(parts.wall_clock()))
-
-
-def _secrets(settings: RouterSettings) -> list[bytes]:
-    given = settings.secrets()
-    if given:
-        return given
-    log.info(
-        "event=random_handle_key: handles will not outlive this process, nor will "
-        "what engines have cached for tenants"
-    )
-    return [secrets.token_bytes(32)]
