@@ -76,6 +76,25 @@ async def test_what_passes_through_needs_a_key(keys: dict[str, Any]) -> None:
         assert passed.status_code == 200
 
 
+async def test_a_tenants_salt_is_on_what_passes_through(keys: dict[str, Any]) -> None:
+    """Embeddings and scores have caches, too; what a salt has no place in passes
+    as it is, and so does everything where there are no tenants."""
+    async with staged(settings=keys) as stage:
+        url = stage.router.url + TOKENIZE
+        for key, more in ((ACME, {}), (BETA, {}), (ACME, {"cache_salt": "mine"})):
+            await stage.http.post(url, json=PROMPT | more, headers=as_(key))
+        received = stage.cluster.decode[0].engine.received(TOKENIZE)
+        assert len({each.body["cache_salt"] for each in received} | {"mine"}) == 4
+        refused = await stage.http.post(
+            url, json=PROMPT | {"cache_salt": 1}, headers=as_(ACME)
+        )
+        assert refused.status_code == 400
+    async with staged() as stage:
+        await stage.http.post(stage.router.url + TOKENIZE, json=PROMPT)
+        (sent,) = stage.cluster.decode[0].engine.received(TOKENIZE)
+        assert "cache_salt" not in sent.body
+
+
 async def test_nothing_new_passes_to_an_engine_that_drains_or_left() -> None:
     """Requests that any engine answers go to those that take work."""
     async with staged(decode=2) as stage:

@@ -139,6 +139,7 @@ def test_a_warm_prefill_engine_counts_for_one_turn() -> None:
         lambda known: known.began(TAG, prefill=None, decode="d0", now=NOW),
         lambda known: known.apply("d0", event(new_turn_id(TAG)), NOW),
         lambda known: known.cooled("p1"),
+        lambda known: known.engine_left("p1"),
     ):
         known = directory()
         warmed(known)

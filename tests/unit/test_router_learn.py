@@ -194,6 +194,20 @@ def test_pairs_learn_apart_and_are_bounded() -> None:
     assert len(learner) == MAX_PAIRS
 
 
+def test_an_engine_that_left_is_forgotten() -> None:
+    """Nothing of it is kept, in whichever role; the others keep what they learned."""
+    learner = Learner()
+    for pair in (("p0", "d0"), ("p0", "d1"), ("p1", "d1")):
+        for each in rows(FAST, 200):
+            learner.update(*pair, each)
+    learner.direct_took("d1", seconds=9.0, expected_s=0.1)
+    learner.forget("p0")
+    assert set(learner.thresholds()) == {("p1", "d1")}
+    learner.forget("d1")
+    assert len(learner) == 0
+    assert learner.direct_factor("d1") == 1.0
+
+
 def test_a_pair_that_was_never_seen_costs_what_the_others_do() -> None:
     """A new engine is not taken for one of another world."""
     learner = Learner()

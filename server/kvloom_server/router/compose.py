@@ -105,6 +105,7 @@ def build_app(
             engines=parts.engines,
             upstream=parts.upstream,
             api_key=parts.api_key,
+            tenancy=Tenancy(parts.secrets),
             body_limit_bytes=settings.body_limit_bytes,
             request_timeout_s=settings.request_timeout_s,
             client_idle_timeout_s=settings.client_idle_timeout_s,

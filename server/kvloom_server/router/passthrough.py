@@ -24,6 +24,7 @@ from .errors import (
 from .exchange import Exchange
 from .fields import EC_TRANSFER_PARAMS, raw_params
 from .job import MAX_ATTEMPTS
+from .tenancy import Tenancy
 from .upstream import (
     UnreachableError,
     Upstream,
@@ -73,6 +74,7 @@ class PassThrough:
         engines: Engines,
         upstream: Upstream,
         api_key: str | None,
+        tenancy: Tenancy,
         body_limit_bytes: int,
         request_timeout_s: float | None = None,
         client_idle_timeout_s: float | None = None,
@@ -81,6 +83,7 @@ class PassThrough:
         self._engines = engines
         self._upstream = upstream
         self._api_key = api_key
+        self._tenancy = tenancy
         self._body_limit_bytes = body_limit_bytes
         self._request_timeout_s = request_timeout_s
         self._client_idle_timeout_s = client_idle_timeout_s
@@ -96,6 +99,7 @@ class PassThrough:
         idle_s = self._client_idle_timeout_s
         upload = Upload(client, self._body_limit_bytes, idle_s=idle_s)
         await upload.prepare()
+        upload.salt(self._tenancy)
         with client.watched(limit_s=self._request_timeout_s, idle_s=idle_s):
             return await client.unless_gone(self._tried(client, upload))
 
@@ -209,6 +213,11 @@ class Upload:
             )
             check_nested(self._whole)
             self.model = _model_in(self._whole)
+
+    def salt(self, tenancy: Tenancy) -> None:
+        """Keep engines' caches of what this client's tenant asks apart."""
+        if self._whole is not None:
+            self._whole = tenancy.salted_json(self._whole, self._client.tenant)
 
     def _has_body(self) -> bool:
         headers = self._client.headers

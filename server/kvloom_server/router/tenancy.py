@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from .api import Body
 from .errors import BadRequestError
 from .request import TurnRequest
 
@@ -40,17 +41,35 @@ class Tenancy:
         """
         if not tenant:
             return request
-        own = _own_salt(request)
+        return replace(request, body=self._salted(request.body, tenant))
+
+    def salted_json(self, body: bytes, tenant: str) -> bytes:
+        """The same of a request that passes through; what is no JSON object has
+        no salt, and stays.
+
+        Raises:
+            BadRequestError: the client's own salt is no text.
+        """
+        if not tenant or not body:
+            return body
+        try:
+            values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, RecursionError):
+            return body
+        return msgspec.json.encode(self._salted(values, tenant))
+
+    def _salted(self, body: Body, tenant: str) -> Body:
+        own = _own_salt(body)
         digest = hashlib.blake2b(digest_size=_SALT_BYTES, key=self._key)
         for part in (tenant, own):
             encoded = part.encode(errors="surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         salt = msgspec.Raw(msgspec.json.encode(digest.hexdigest()))
-        return replace(request, body={**request.body, CACHE_SALT: salt})
+        return {**body, CACHE_SALT: salt}
 
 
-def _own_salt(request: TurnRequest) -> str:
-    raw = request.body.get(CACHE_SALT)
+def _own_salt(body: Body) -> str:
+    raw = body.get(CACHE_SALT)
     if raw is None:
         return ""
     try:
