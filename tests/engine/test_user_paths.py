@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import readme
+from pair import Pair
 from shelf import Running, Shelf
 
 KVLOOM = [sys.executable, "-m", "kvloom_server"]
@@ -179,15 +180,28 @@ def test_a_cluster_goes_on_without_an_engine_and_stops_without_decode(
     shelf.clear()
 
 
-def test_a_cluster_with_a_key_returns(shelf: Shelf, tmp_path: Path) -> None:
-    """`--cluster-key-file`: the engines meet and return over CURVE, and doctor
-    is let in with the key only."""
+def test_a_cluster_with_a_key_that_pushes_returns(shelf: Shelf, tmp_path: Path) -> None:
+    """`--cluster-key-file` and `--transfer=push`: the engines meet, return, and
+    tell each other of prompts over CURVE; doctor is let in with the key only."""
     key = tmp_path / "key"
     key.write_text("0123456789abcdef0123456789abcdef")
-    running = shelf.up(EXACT, f"--cluster-key-file={key}")
+    flags = (f"--cluster-key-file={key}", "--transfer=push", "--dev-endpoints")
+    running = shelf.up(EXACT, *flags)
     said = Path(running.logs).with_name("up.log").read_text()
     assert "p0 and d0 have met" in said
     assert "(0 tokens returned)" not in said
+    with Pair(running) as pair:
+        messages = [{"role": "user", "content": "Tell me of the sea. " * 40}]
+        pulled = pair.metric(pair.decode, "vllm:external_prefix_cache_hits_total")
+        first = pair.stream(messages, "pushed-conversation")
+        assert first.token_ids == pair.oracle(messages)
+        hits = pair.metric(pair.decode, "vllm:external_prefix_cache_hits_total")
+        assert hits - pulled >= len(first.prompt_ids) - 1
+        messages += [first.message, {"role": "user", "content": "And of ships?"}]
+        pair.forget()
+        second = pair.stream(messages, "pushed-conversation")
+        assert (second.plan.returned_tokens or 0) > 0.9 * len(first.prompt_ids)
+        assert second.token_ids == pair.oracle(messages)
     command = [*KVLOOM, "doctor"]
     command += [f"--engine={running.decode[0]},lease={running.lease[0]}"]
     for options, code in (((), 1), ((f"--cluster-key-file={key}",), 0)):
