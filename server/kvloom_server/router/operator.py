@@ -72,7 +72,8 @@ class Operator:
         if inner == path:
             return None
         handler = self._routes.get(inner)
-        if handler is None and inner.startswith(_EXPLAIN):
+        # A slash at the end is gone by now.
+        if handler is None and (inner + "/").startswith(_EXPLAIN):
             handler = self._explain
         if handler is not None and method != "GET":
             raise BadRequestError(
@@ -100,7 +101,7 @@ class Operator:
         return "ok"
 
     async def _explain(self, client: Exchange) -> str:
-        asked = client.path.removeprefix(ROOT + _EXPLAIN)
+        asked = f"{client.path}/".removeprefix(ROOT + _EXPLAIN).removesuffix("/")
         for tag in self._tags(asked, client.query):
             found = self._scene.explain(tag)
             if found is not None:
