@@ -2,7 +2,7 @@
 
 import asyncio
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Final, Self, Unpack
 
 import uvicorn
 from starlette.types import Scope
@@ -65,10 +65,14 @@ class FakeServer:
         if server is not None:
             for listener in server.servers:
                 listener.close()
-            for connection in _connections(server):
-                connection.transport.abort()
-            # Each handler sees its client go and ends by itself.
-            await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+            # What was accepted just now becomes a connection some rounds of the
+            # loop later.
+            for _ in range(_ROUNDS_TO_ACCEPT):
+                for connection in _connections(server):
+                    connection.transport.abort()
+                # Each handler sees its client go and ends by itself.
+                await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+                await asyncio.sleep(0)
         await self.engine.aclose()
 
     def _hang_up(self, scope: Scope) -> None:
@@ -76,6 +80,10 @@ class FakeServer:
             for connection in _connections(self._server):
                 if connection.client == scope["client"]:
                     connection.transport.abort()
+
+
+_ROUNDS_TO_ACCEPT: Final = 8
+"""asyncio takes three from accepting a socket to telling its protocol."""
 
 
 def _connections(server: uvicorn.Server) -> list[H11Protocol]:

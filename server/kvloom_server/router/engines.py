@@ -24,6 +24,7 @@ from .breaker import FAILURES_TO_REST, kept_in
 from .engine import Engine as Engine
 from .engine import EngineLostError as EngineLostError
 from .engine import Role
+from .models import listed_models
 from .plan import EngineView, Fleet
 from .pulse import Pulse
 from .standing import Condition
@@ -39,14 +40,6 @@ log = logging.getLogger(__name__)
 
 MAX_SLOW_CHECKS: Final = 3
 """A busy engine answers late; so many late answers in a row mean down."""
-
-
-class _ModelList(msgspec.Struct):
-    data: list[msgspec.Raw] = []
-
-
-class _Model(msgspec.Struct):
-    id: str
 
 
 class Engines:
@@ -347,8 +340,7 @@ class Engines:
         if status != 200:
             return
         try:
-            listed = msgspec.json.decode(body, type=_ModelList).data
-            engine.models = {_model_id(raw): raw for raw in listed}
+            engine.models = listed_models(body)
         except (msgspec.DecodeError, RecursionError):
             log.warning("engine=%s event=models_unreadable", engine.name)
 
@@ -395,7 +387,3 @@ class Engines:
     def by_role(self) -> tuple[tuple[str, tuple[Engine, ...]], ...]:
         """``prefill`` and ``decode``, and their engines."""
         return ("prefill", self.prefill), ("decode", self.decode)
-
-
-def _model_id(raw: msgspec.Raw) -> str:
-    return msgspec.json.decode(raw, type=_Model).id
