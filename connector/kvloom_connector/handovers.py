@@ -5,19 +5,27 @@ them or their time is over. Decode asks after its read which of the two it was.
 """
 
 import threading
+import time
+from collections.abc import Callable
 
 MAX_READ = 4096
-"""Read hand-overs that are remembered: decode asks within a second."""
+READ_S = 10.0
+"""How long a read hand-over is remembered: decode asks within a second."""
 
 
 class Handovers:
-    """The hand-overs of one prefill engine; for any thread."""
+    """The hand-overs of one prefill engine; for any thread.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._held: set[str] = set()
-        # In the order of reading; the oldest are forgotten.
-        self._read: dict[str, None] = {}
+        # When each was read; the oldest are forgotten.
+        self._read: dict[str, float] = {}
 
     def hold(self, request_id: str) -> None:
         """The blocks of a finished request wait for decode."""
@@ -26,17 +34,24 @@ class Handovers:
 
     def end(self, request_id: str, *, was_read: bool) -> None:
         """The blocks are given back: decode read them, or their time is over."""
+        now = self._clock()
         with self._lock:
             self._held.discard(request_id)
             if was_read:
-                self._read[request_id] = None
-            while len(self._read) > MAX_READ:
-                del self._read[next(iter(self._read))]
+                self._read[request_id] = now
+            while self._read:
+                oldest = next(iter(self._read))
+                if len(self._read) <= MAX_READ and now - self._read[oldest] < READ_S:
+                    break
+                del self._read[oldest]
 
     def was_good(self, request_id: str) -> bool:
         """Whether a read that has ended found the request's own KV."""
         with self._lock:
-            return request_id in self._held or request_id in self._read
+            if request_id in self._held:
+                return True
+            read = self._read.get(request_id)
+            return read is not None and self._clock() - read < READ_S
 
     def __len__(self) -> int:
         with self._lock:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from kvloom.protocol import (
@@ -18,7 +19,7 @@ from kvloom.protocol import (
 )
 
 from .announcements import Announcements
-from .awaits import AwaitDesk, StillComputingError
+from .awaits import AwaitDesk, Ended
 from .claims import ClaimDesk
 from .digest import ladder
 from .handovers import Handovers
@@ -30,11 +31,16 @@ from .returns import Prompt, Pull, ReturnDesk, StillAskingError
 from .service import EngineIdentity, LeaseService
 from .settings import ConnectorSettings, service_port
 from .stats import LeaseStats, expired_sends
-from .vllm_hooks import NixlPullConnectorScheduler, extra_digests, prompt_mark
+from .vllm_hooks import (
+    NixlPullConnectorScheduler,
+    extra_digests,
+    prompt_mark,
+    spare_lookups,
+)
 
 logger = logging.getLogger("vllm.kvloom")
 
-IDLE_NAP_S = 0.001
+IDLE_NAP_S = 0.002
 """How long an engine with nothing to compute waits for an answer at a time: long
 enough not to spin, too short to be felt."""
 
@@ -89,6 +95,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
         """Open the lease service; on decode take over the blocks' references."""
+        spare_lookups(manager, self._is_awaiting)
         parallel = self.vllm_config.parallel_config
         identity = EngineIdentity(
             engine_id=self.engine_id,
@@ -130,7 +137,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         awaited = awaited_of(params)
         if awaited is not None and not params.get("do_remote_decode"):
             params.pop("do_remote_prefill", None)
-            self._awaits.begin(request.request_id, awaited, now=time.monotonic())
+            self._awaits.begin(request, awaited, now=time.monotonic())
         self._accept_handover(request, params)
         super().on_new_request(request)
 
@@ -160,7 +167,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """Tokens that can be loaded from elsewhere; ``None``: ask again."""
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_decode"):
-            if self._is_awaiting(request, params):
+            if self._awaits.waits(request.request_id):
                 return None, False
             return self._handed_over(request, num_computed_tokens)
         self._num_local[request.request_id] = num_computed_tokens
@@ -173,22 +180,32 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         params.update(read_params(pull, self.block_size))
         return pull.num_tokens - num_computed_tokens, True
 
-    def _is_awaiting(self, request: Any, params: dict[str, Any]) -> bool:
-        """On decode: whether prefill still computes the prompt. What it answers
-        is taken as if it had come with the request."""
-        if not self._awaits.waits(request.request_id):
+    def _is_awaiting(self, request: Any) -> bool:
+        """On decode: whether prefill still computes the prompt, as of now."""
+        request_id = request.request_id
+        if not self._awaits.waits(request_id):
             return False
-        try:
-            announced = self._awaits.look(request.request_id, now=time.monotonic())
-        except StillComputingError:
+        ended = self._awaits.look(request_id, now=time.monotonic())
+        if ended is None:
             return True
-        if announced is not None:
-            theirs = announced.pop(ENGINE_KEY, None)
-            params.update(announced)
-            params[ENGINE_KEY] = {**(theirs or {}), **params[ENGINE_KEY]}
-            self._accept_handover(request, params)
-            super().on_new_request(request)
+        self._take_in(ended)
         return False
+
+    def _take_in(self, ended: Ended) -> None:
+        """What prefill announced counts as if it had come with the request."""
+        if ended.params is None:
+            return
+        request_id = ended.request.request_id
+        if not ended.is_wanted:
+            # Nothing to read, but prefill is told that it can free the blocks.
+            unread = SimpleNamespace(kv_transfer_params=ended.params)
+            self._reqs_need_recv[f"{request_id}-unread"] = (unread, [], (), False)
+            return
+        params = ended.request.kv_transfer_params
+        ours = {**ended.params[ENGINE_KEY], **params[ENGINE_KEY]}
+        params.update(ended.params, **{ENGINE_KEY: ours})
+        self._accept_handover(ended.request, params)
+        super().on_new_request(ended.request)
 
     def _handed_over(
         self, request: Any, num_computed_tokens: int
@@ -285,7 +302,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             return False, None
         if params.get("do_remote_decode"):
             return self._finish_prefill(request, block_ids)
-        self._awaits.forget(request.request_id)
+        self._awaits.forget(request.request_id, now=time.monotonic())
         if params.get("do_remote_prefill"):
             # Aborted before it was scheduled: stock code frees prefill's blocks.
             super().request_finished(request, block_ids)
@@ -351,6 +368,8 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """What the workers are to do in this step."""
         if self._leases is not None:
             self._leases.step()
+        for ended in self._awaits.step(now=time.monotonic()):
+            self._take_in(ended)
         meta = super().build_connector_meta(scheduler_output)
         # Rides along to the worker, which asks when the reads are over.
         meta.kvloom_reads, self._reads = self._reads, {}

@@ -32,6 +32,7 @@ __all__ = [
     "may_have_stopped",
     "num_valid_tokens",
     "prompt_mark",
+    "spare_lookups",
 ]
 
 SUPPORTED: Final = (0, 32)
@@ -160,6 +161,27 @@ def prompt_mark(request: Request) -> str | None:
 
 def _digest(keys: tuple[Any, ...]) -> bytes:
     return hashlib.blake2b(repr(keys).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def spare_lookups(manager: Any, is_waiting: Callable[[Any], bool]) -> None:
+    """No look into the prefix cache for a request that waits for its prompt.
+
+    vLLM looks in each step before it asks the connector, which takes
+    milliseconds for a long history, and drops what it found when it is told to
+    ask again.
+
+    Args:
+        manager: vLLM's ``KVCacheManager``.
+        is_waiting: asked with the request.
+    """
+    look_up = manager.get_computed_blocks_for_connector
+
+    def look_up_unless_waiting(request: Any) -> Any:
+        if is_waiting(request):
+            return manager.empty_kv_cache_blocks, 0, 0, False
+        return look_up(request)
+
+    manager.get_computed_blocks_for_connector = look_up_unless_waiting
 
 
 class BlockHold:

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -9,20 +10,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.protocol import Announced, Pending, PromptRef, Refused
-from kvloom_connector.announcements import MAX_NAMES, MAX_WAITERS, Announcements
+from kvloom_connector.announcements import (
+    KEPT_S,
+    MAX_NAME_CHARS,
+    MAX_NAMES,
+    MAX_WAITERS,
+    Announcements,
+)
 from kvloom_connector.awaits import (
     ASK_AGAIN_S,
+    GIVEN_UP_S,
     SILENCE_S,
     UNKNOWN_S,
     AwaitDesk,
-    StillComputingError,
 )
 from kvloom_connector.book import LeaseBook
 from kvloom_connector.mail import PeerMail
 from kvloom_connector.service import EngineIdentity, LeaseService
 
 BOUND_S = 10.0
-PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 9}
+PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "p0",
+    "remote_request_id": "chatcmpl-1",
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "tp_size": 1,
+    "remote_num_tokens": 7,
+    "kvloom": {"prompt_mark": "m"},
+}
+TAKEN_IN = PARAMS
+TAKEN = Refused(reason="another request has it")
 
 
 @contextmanager
@@ -75,56 +95,76 @@ def desk(mail):
     assert len(desk) == 0, "a request waits for ever"
 
 
-def ended(desk, mail, request_id, *, now=0.0):
-    """How a wait ended; it must, in a bounded time."""
+def request(name="r"):
+    """What the desk looks at of vLLM's request."""
+    return SimpleNamespace(request_id=name)
+
+
+def begin(desk, service, name="r", *, prompt="turn", now=0.0):
+    ref = PromptRef(name=prompt, address=service.address)
+    desk.begin(request(name), ref, now=now)
+
+
+def ended(desk, mail, *, now=0.0):
+    """What ended, once something did; in a bounded time."""
     end = time.monotonic() + BOUND_S
     while time.monotonic() < end:
-        try:
-            return desk.look(request_id, now=now)
-        except StillComputingError:
-            mail.wait_for_news(0.01)
-    raise AssertionError("the wait did not end")
+        over = desk.step(now=now)
+        if over:
+            return over
+        mail.wait_for_news(0.01)
+    raise AssertionError("no wait ended")
 
 
-def heard(mail, request_id, *, after=None):
+def params_of(desk, mail, *, now=0.0):
+    """What the only wait got."""
+    (over,) = ended(desk, mail, now=now)
+    assert over.is_wanted
+    return over.params
+
+
+def heard(mail, name="r", *, after=None):
     """What came back, once it is another than ``after``."""
     end = time.monotonic() + BOUND_S
-    while (answer := mail.answer(f"await-{request_id}")) is after:
+    while (answer := mail.answer(f"await-{name}")) is after:
         assert time.monotonic() < end, "nothing came back"
         mail.wait_for_news(0.01)
     return answer
-
-
-def begin(desk, service, request_id="r", *, name="turn", now=0.0):
-    ref = PromptRef(name=name, address=service.address)
-    desk.begin(request_id, ref, now=now)
 
 
 def test_a_prompt_that_is_done_is_told_at_once(announcements, service, desk, mail):
     """Decode came later than prefill was done."""
     announcements.tell("turn", PARAMS)
     begin(desk, service)
-    assert ended(desk, mail, "r") == PARAMS
+    assert params_of(desk, mail) == TAKEN_IN
 
 
 def test_a_prompt_is_told_when_it_is_done(announcements, service, desk, mail):
     """Decode was there first: it hears of it without asking again."""
     begin(desk, service)
-    heard(mail, "r")
-    with pytest.raises(StillComputingError):
-        desk.look("r", now=0.0)
+    heard(mail)
+    assert desk.step(now=0.0) == []
+    assert desk.waits("r")
     announcements.expect("turn")
     announcements.tell("turn", PARAMS)
-    assert ended(desk, mail, "r") == PARAMS
+    assert params_of(desk, mail) == TAKEN_IN
 
 
-def test_several_readers_of_one_prompt_are_all_told(announcements, service, desk, mail):
-    """A retry may wait beside the attempt before it."""
-    for reader in ("first", "second"):
-        begin(desk, service, reader)
-        heard(mail, reader)
+def test_one_request_reads_a_prompt(announcements, service, desk, mail):
+    """Its blocks are given to others once they were read: a second reader of the
+    same name computes."""
+    begin(desk, service, "first")
+    heard(mail, "first")
+    begin(desk, service, "second")
+    heard(mail, "second")
     announcements.tell("turn", PARAMS)
-    assert [ended(desk, mail, r) for r in ("first", "second")] == [PARAMS, PARAMS]
+    over = []
+    while len(over) < 2:
+        over += ended(desk, mail)
+    got = {each.request.request_id: each.params for each in over}
+    assert got == {"first": TAKEN_IN, "second": None}
+    begin(desk, service, "third")
+    assert params_of(desk, mail) is None
 
 
 def test_a_prompt_that_was_not_computed_is_computed_by_decode(
@@ -133,25 +173,53 @@ def test_a_prompt_that_was_not_computed_is_computed_by_decode(
     """Prefill's request was aborted, or left nothing to be read."""
     begin(desk, service)
     announcements.tell("turn", None)
-    assert ended(desk, mail, "r") is None
+    assert params_of(desk, mail) is None
 
 
-def test_a_silent_prefill_engine_is_not_waited_for(desk, mail):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_block_ids": []},
+        {"remote_block_ids": None},
+        {"remote_block_ids": [["1"]]},
+        {"remote_host": 7},
+        {"remote_port": "9"},
+        {"tp_size": None},
+        {"kvloom": ["x"]},
+    ],
+    ids=str,
+)
+def test_half_an_announcement_is_none(announcements, service, desk, mail, change):
+    """Another process said it, perhaps of another version: decode computes, and
+    its scheduler lives."""
+    announcements.tell("turn", PARAMS | change)
+    begin(desk, service)
+    assert params_of(desk, mail) is None
+
+
+def test_what_vllm_obeys_is_not_taken_over(announcements, service, desk, mail):
+    """An announcement says where blocks are, and nothing else."""
+    announcements.tell("turn", PARAMS | {"do_remote_decode": True, "x": 1})
+    begin(desk, service)
+    assert params_of(desk, mail) == TAKEN_IN
+
+
+def test_a_silent_prefill_engine_is_not_waited_for(desk):
     """Its process is gone, or stands still."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
         mute.linger = 0
         port = mute.bind_to_random_port("tcp://127.0.0.1")
         ref = PromptRef(name="turn", address=f"tcp://127.0.0.1:{port}")
-        desk.begin("r", ref, now=100.0)
-        with pytest.raises(StillComputingError):
-            desk.look("r", now=100.0 + SILENCE_S / 2)
-        assert desk.look("r", now=100.0 + SILENCE_S) is None
+        desk.begin(request(), ref, now=100.0)
+        assert desk.step(now=100.0 + SILENCE_S / 2) == []
+        (over,) = desk.step(now=100.0 + SILENCE_S)
+        assert over.params is None
 
 
 def test_an_address_that_is_none_ends_the_wait(desk, mail):
     """The router's settings named something else than a lease service."""
-    desk.begin("r", PromptRef(name="turn", address="nowhere"), now=0.0)
-    assert ended(desk, mail, "r") is None
+    desk.begin(request(), PromptRef(name="turn", address="nowhere"), now=0.0)
+    assert params_of(desk, mail) is None
 
 
 def test_prefill_may_take_long_as_long_as_it_says_so(
@@ -160,40 +228,75 @@ def test_prefill_may_take_long_as_long_as_it_says_so(
     """Each answer is a sign of life, and a known prompt is waited for."""
     announcements.expect("turn")
     begin(desk, service)
-    now, last = 0.0, heard(mail, "r")
-    while now < 10 * UNKNOWN_S:
+    now, last = 0.0, heard(mail)
+    while now < 3 * UNKNOWN_S:
         now += ASK_AGAIN_S
-        with pytest.raises(StillComputingError):
-            desk.look("r", now=now)
-        last = heard(mail, "r", after=last)
+        assert desk.step(now=now) == []
+        last = heard(mail, after=last)
     announcements.tell("turn", PARAMS)
-    assert ended(desk, mail, "r", now=now) == PARAMS
+    assert params_of(desk, mail, now=now) == TAKEN_IN
+
+
+def test_an_engine_that_could_not_look_does_not_give_up(
+    announcements, service, desk, mail
+):
+    """It was full, or in one long step: its own silence is not prefill's."""
+    begin(desk, service)
+    last = heard(mail)
+    announcements.expect("turn")
+    assert desk.step(now=1.0) == []
+    last = heard(mail, after=last)
+    late = 100 * UNKNOWN_S
+    assert desk.step(now=late) == []
+    heard(mail, after=last)
+    assert desk.step(now=late + SILENCE_S) == []
+    announcements.tell("turn", PARAMS)
+    assert params_of(desk, mail, now=late + SILENCE_S) == TAKEN_IN
 
 
 def test_a_prompt_that_never_reaches_prefill_is_not_waited_for(service, desk, mail):
     """Prefill lives, and has not heard of it."""
     begin(desk, service)
-    heard(mail, "r")
-    with pytest.raises(StillComputingError):
-        desk.look("r", now=SILENCE_S / 2)
-    for step in range(1, 40):
-        try:
-            desk.look("r", now=step * ASK_AGAIN_S)
-        except StillComputingError:
-            mail.wait_for_news(0.05)
-        else:
-            break
-    assert len(desk) == 0
+    now, last = 0.0, heard(mail)
+    while desk.waits("r"):
+        now += ASK_AGAIN_S
+        over = desk.step(now=now)
+        if not over:
+            last = heard(mail, after=last)
+    assert over[0].params is None
+    assert UNKNOWN_S <= now <= UNKNOWN_S + SILENCE_S
 
 
-def test_a_request_that_is_aborted_waits_no_more(announcements, service, desk, mail):
-    """What comes for it afterwards is dropped."""
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_what_comes_for_nobody_is_handed_back(
+    announcements, service, desk, mail, is_aborted
+):
+    """The request was aborted, or decode gave up: prefill shall not keep the
+    blocks for the rest of its time."""
     begin(desk, service)
-    heard(mail, "r")
-    desk.forget("r")
-    desk.forget("r")
+    last = heard(mail)
+    now = 0.0
+    if is_aborted:
+        desk.forget("r", now=0.0)
+        desk.forget("r", now=0.0)
+    while desk.waits("r"):
+        now += ASK_AGAIN_S
+        if not desk.step(now=now):
+            last = heard(mail, after=last)
+    assert desk.step(now=now) == []
     announcements.tell("turn", PARAMS)
-    assert not desk.waits("r")
+    (over,) = ended(desk, mail, now=now)
+    assert (over.is_wanted, over.params) == (False, TAKEN_IN)
+    assert desk.step(now=now) == []
+    assert mail.answer("await-r") is None
+
+
+def test_what_never_comes_is_not_remembered_for_ever(service, desk, mail):
+    """Prefill died with it, say."""
+    begin(desk, service)
+    heard(mail)
+    desk.forget("r", now=0.0)
+    assert desk.step(now=GIVEN_UP_S) == []
     assert mail.answer("await-r") is None
 
 
@@ -206,46 +309,74 @@ ACTIONS = st.lists(
 )
 
 
+class Model:
+    """How prompts ended, and who got them."""
+
+    def __init__(self):
+        self.known, self.ended, self.takers = set(), {}, {}
+        self.waiting = {"a": [], "b": []}
+
+    def end(self, name, params):
+        self.ended[name] = (
+            Announced(name=name, params=params)
+            if params
+            else Refused(reason="not computed")
+        )
+        told, self.waiting[name] = self.waiting[name], []
+        return [(waiter, self.answer(name, waiter)) for waiter in told]
+
+    def answer(self, name, waiter):
+        if name not in self.ended:
+            if waiter not in self.waiting[name]:
+                self.waiting[name].append(waiter)
+            return Pending(name=name, is_known=name in self.known)
+        taker = self.takers.setdefault(name, waiter[1])
+        return self.ended[name] if taker == waiter[1] else TAKEN
+
+
 @given(ACTIONS)
-def test_each_reader_hears_once_how_a_prompt_ended(actions):
-    """In whatever order reader and prompt arrive."""
-    announcements = Announcements()
-    known, ended_as = set(), {}
-    waiting: dict[str, set[tuple[bytes, bytes]]] = {"a": set(), "b": set()}
+def test_one_reader_hears_how_a_prompt_ended(actions):
+    """In whatever order readers and prompt arrive; the others hear that it is
+    taken."""
+    announcements, model = Announcements(), Model()
     for action, name, number in actions:
         waiter = (b"peer", str(number).encode())
-        match action:
-            case "expect":
-                announcements.expect(name)
-                known.add(name)
-            case "ask":
-                answer = announcements.ask(name, waiter)
-                if name in ended_as:
-                    assert answer == ended_as[name]
-                else:
-                    assert answer == Pending(name=name, is_known=name in known)
-                    waiting[name].add(waiter)
-            case _:
-                params = PARAMS if action == "done" else None
-                announcements.tell(name, params)
-                ended_as[name] = (
-                    Announced(name=name, params=PARAMS)
-                    if params
-                    else Refused(reason="not computed")
-                )
-                told = announcements.take()
-                assert sorted(w for w, _ in told) == sorted(waiting[name])
-                assert all(answer == ended_as[name] for _, answer in told)
-                waiting[name].clear()
+        if action == "expect":
+            announcements.expect(name)
+            model.known.add(name)
+        elif action == "ask":
+            assert announcements.ask(name, waiter) == model.answer(name, waiter)
+        elif name not in model.ended:
+            params = PARAMS if action == "done" else None
+            announcements.tell(name, params)
+            assert announcements.take() == model.end(name, params)
     assert announcements.take() == []
 
 
-def test_what_is_remembered_is_bounded(announcements):
-    """Names that nobody ends, and readers that ask and ask."""
+def test_what_is_remembered_is_bounded():
+    """Names that nobody ends, readers that ask and ask, answers long ago."""
+    now = [0.0]
+    announcements = Announcements(clock=lambda: now[0])
+    announcements.expect("awaited")
     for number in range(2 * MAX_NAMES):
         announcements.ask(f"turn-{number}", (b"peer", b""))
     assert len(announcements) == MAX_NAMES
     for number in range(10 * MAX_WAITERS):
-        announcements.ask("turn", (b"peer", str(number).encode()))
-    announcements.tell("turn", PARAMS)
+        announcements.ask("awaited", (b"peer", str(number).encode()))
+    announcements.tell("awaited", PARAMS)
     assert len(announcements.take()) == MAX_WAITERS
+    assert announcements.ask("awaited", (b"other", b"0")) == Announced(
+        name="awaited", params=PARAMS
+    )
+    now[0] += KEPT_S
+    announcements.expect("another")
+    assert announcements.ask("awaited", (b"peer", b"0")) == Pending(
+        name="awaited", is_known=False
+    )
+
+
+def test_a_name_of_any_length_is_not_kept(announcements):
+    """Whoever reaches the service may ask."""
+    answer = announcements.ask("x" * (MAX_NAME_CHARS + 1), (b"peer", b""))
+    assert isinstance(answer, Refused)
+    assert len(announcements) == 0

@@ -34,11 +34,8 @@ class Ahead:
     async def drop(self) -> None:
         """Nobody wants its answer: decode is told by the connection's end."""
         self.sending.cancel()
-        await asyncio.wait((self.sending,))
-        if self.sending.cancelled():
+        try:
+            response = await self.sending
+        except (asyncio.CancelledError, UpstreamError):
             return
-        error = self.sending.exception()
-        if error is None:
-            await self.sending.result().abort()
-        elif not isinstance(error, UpstreamError):
-            raise error
+        await response.abort()

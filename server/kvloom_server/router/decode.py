@@ -114,6 +114,7 @@ class DecodeLeg:
         if job.ahead is not None and job.ahead.decode != name:
             # It may have read what prefill left; blocks are read once.
             params = None
+            await job.drop_ahead()
         refused: EngineAnswerError | None = None
         while name is not None and len(job.tried) < MAX_ATTEMPTS:
             engine = self._engines[name]
@@ -171,7 +172,7 @@ class DecodeLeg:
             and job.owns(lease)
             and _goes_on(job, engine, lease)
         ):
-            self._directory.supersede(job.turn_id, lease)
+            self._feeds.let_go(self._directory.supersede(job.turn_id, lease))
         began = self._clock()
         with (
             self._feeds.announcements.expected(job.turn_id) as granted,
@@ -257,18 +258,23 @@ class DecodeLeg:
             reason = _why_left(self._engines.find(job.bound_to))
         self._metrics.rebinds.labels(reason).inc()
 
+    def _held(self, engine: Engine, job: Job) -> Lease | None:
+        """The turn's lease, where it was announced before anybody waited for it: a
+        leg that went ahead may be over before prefill has answered."""
+        return self._directory.lease(engine.name, job.turn_id)
+
     async def handle_for(
         self, engine: Engine, job: Job, granted: Granted
     ) -> str | None:
         """The sealed handle of the turn's lease, if it is announced in time."""
         if not job.asks_lease or job.turn.tag is None:
             return None
-        if not granted.done():
+        if not granted.done() and self._held(engine, job) is None:
             # A feed that is down would only cost time.
             is_live = self._feeds.is_live(engine.name)
             wait_s = self._handle_wait_s if is_live else 0.0
             await asyncio.wait((granted,), timeout=wait_s)
-        lease = granted.result() if granted.done() else None
+        lease = granted.result() if granted.done() else self._held(engine, job)
         if lease is None:
             self._metrics.handle("declined" if granted.done() else "late")
             return None

@@ -163,11 +163,15 @@ class Directory:
                 # In place, not at the end: nobody used it.
                 self._conversations[tag] = replace(known, warm=None)
 
-    def supersede(self, turn_id: str, lease: Lease) -> None:
-        """Once ``turn_id`` has its own lease, ``lease`` is no longer wanted."""
+    def supersede(self, turn_id: str, lease: Lease) -> list[Let]:
+        """Once ``turn_id`` has its own lease, ``lease`` is no longer wanted; what
+        is to be let go at once, where it has it already."""
         self._expected[turn_id] = Let(engine=lease.engine, lease_id=lease.lease_id)
         if len(self._expected) > self._max_conversations:
             self._expected.popitem(last=False)
+        held = (held.get(turn_id) for held in self._leases.values())
+        own = next((lease for lease in held if lease is not None), None)
+        return [] if own is None else self._superseded(own)
 
     def end(self, tag: bytes) -> list[Let]:
         """The conversation is over: forget it, and let its leases go."""

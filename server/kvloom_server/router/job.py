@@ -132,9 +132,11 @@ class Job:
         return tag_of(lease.lease_id) == self.turn.tag
 
     async def drop_ahead(self) -> None:
-        """The decode leg that went out early is of no use."""
+        """The decode leg that went out early is of no use. What its engine still
+        says of it is not said of the leg that follows."""
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
+            self.rename()
             await ahead.drop()
 
     def rename(self) -> None:

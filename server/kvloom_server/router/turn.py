@@ -165,12 +165,13 @@ class Conductor:
             outcome = "cut_off"
             raise
         finally:
-            await job.drop_ahead()
             self._strays.release(job)
             job.seats.leave(Role.DECODE)
             if not job.is_abandoned:  # else the leg goes on, and keeps its seat
                 job.seats.leave(Role.PREFILL)
             self._chronicle.ended(job, outcome)
+            # Last, as it may take a moment and be cut off.
+            await job.drop_ahead()
         return outcome
 
     def planned(self, request: TurnRequest, client: Exchange, arrived: float) -> Job:
