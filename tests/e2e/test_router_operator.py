@@ -222,18 +222,24 @@ async def test_a_watcher_that_reads_nothing_is_dropped() -> None:
     operator = Operator(scene=scene, engines=scene, chronicle=scene, send_s=0.01)
     never, sent = asyncio.Event(), list[str]()
 
-    async def receive() -> Any:
-        await never.wait()
+    def receiver() -> Any:
+        asked = iter([{"type": "http.request", "body": b""}])
+
+        async def receive() -> Any:
+            return next(asked, None) or await never.wait()
+
+        return receive
 
     async def send(message: Any) -> None:
         sent.append(message["type"])
         if message["type"] == "http.response.body":
             await never.wait()
 
+    scope = {"method": "GET", "path": "/kvloom/events", "headers": []}
     handler = operator.handler("GET", "/kvloom/events")
     assert handler is not None
     for _ in range(MAX_WATCHERS + 1):
-        client = Exchange({"path": "/kvloom/events", "headers": []}, receive, send)
+        client = Exchange(scope, receiver(), send)
         assert await handler(client) == "slow_reader"
     assert sent.count("http.response.body") == MAX_WATCHERS + 1
 

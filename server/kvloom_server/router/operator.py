@@ -24,6 +24,8 @@ from .scene import Scene, Seen
 
 ROOT: Final = "/kvloom"
 MAX_WATCHERS: Final = 32
+MAX_BODY_BYTES: Final = 64 * 1024
+"""Nobody needs one to ask for something."""
 TICK_S: Final = 0.5
 """How often a watcher is told what changed, at the most."""
 BEAT_S: Final = 10.0
@@ -130,6 +132,8 @@ class Operator:
         return tags
 
     async def _events(self, client: Exchange) -> str:
+        # That a client leaves is noticed from the end of its body on.
+        await client.read(MAX_BODY_BYTES, idle_s=self._send_s)
         if self._num_watchers >= MAX_WATCHERS:
             raise _too_many()
         self._num_watchers += 1
