@@ -40,6 +40,9 @@ SIGNATURES = {
         "free_blocks": "self, ordered_blocks",
         "get_num_free_blocks": "self",
     },
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": {
+        "get_computed_blocks_for_connector": "self, request",
+    },
     "vllm.v1.core:kv_cache_utils": {
         "generate_block_hash_extra_keys": (
             "request, start_token_idx, end_token_idx, start_mm_idx"
@@ -397,3 +400,17 @@ def test_leases_give_way_before_a_request_waits(hooks, manager):
     # What no lease can make room for waits, as without leases.
     assert run(manager, request_of(range(400, 424), request_id="big")) is None
     assert held == []
+
+
+def test_a_waiting_request_costs_no_lookup(hooks, manager):
+    """While it waits vLLM finds nothing for it, and all of it afterwards."""
+    first = request_of(range(12))
+    run(manager, first)
+    manager.free(first)
+    waiting = {"r2"}
+    hooks.spare_lookups(manager, lambda request: request.request_id in waiting)
+    again = request_of(range(20), request_id="r2")
+    blocks, num_hit, *_ = manager.get_computed_blocks_for_connector(again)
+    assert (blocks.get_block_ids(), num_hit) == (([],), 0)
+    waiting.clear()
+    assert manager.get_computed_blocks_for_connector(again)[1] == 12
