@@ -314,7 +314,7 @@ async def test_several_answers_and_several_prompts_are_right() -> None:
     [
         ({"returns": False}, {}),
         ({}, {"X-KVLoom-Return": "off"}),
-        ({"connector": "stock"}, {}),
+        ({"connector": "stock", "transfer": "pull"}, {}),
     ],
     ids=["setting", "header", "stock"],
 )
