@@ -27,7 +27,7 @@ from .cluster.probe import look_at
 from .cluster.stop import StoppedError, StopSignal, until_stopped
 from .cluster.up import UpSettings
 from .cluster.verdict import judge
-from .demo import DemoError, run_demo
+from .demo import REPEATS, DemoError, run_demo
 from .keys import KeyFileError
 from .logs import LogFormat, start_logging, stop_logging
 from .router import EnginesFileError
@@ -290,18 +290,26 @@ def demo(
     ] = None,
     log_dir: LogDir = None,
     engine_arg: EngineArg = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="The tables show medians over so many.")
+    ] = REPEATS,
 ) -> None:
     """Play a tool-calling agent on a real prefill/decode pair, returns off and on."""
-    sys.exit(asyncio.run(_demo(json, log_dir, tuple(engine_arg or ()))))
+    sys.exit(asyncio.run(_demo(json, log_dir, tuple(engine_arg or ()), repeats)))
 
 
 async def _demo(
-    json: Path | None, log_dir: Path | None, engine_args: tuple[str, ...]
+    json: Path | None,
+    log_dir: Path | None,
+    engine_args: tuple[str, ...],
+    repeats: int,
 ) -> int:
     console = Console()
     with StopSignal() as stop:
         task = asyncio.create_task(
-            run_demo(json=json, log_dir=log_dir, engine_args=engine_args)
+            run_demo(
+                json=json, log_dir=log_dir, engine_args=engine_args, repeats=repeats
+            )
         )
         try:
             await until_stopped(stop, task)

@@ -21,9 +21,15 @@ class DemoError(RuntimeError):
 
 
 async def run_demo(
-    *, json: Path | None, log_dir: Path | None, engine_args: tuple[str, ...] = ()
+    *,
+    json: Path | None,
+    log_dir: Path | None,
+    engine_args: tuple[str, ...] = (),
+    repeats: int = REPEATS,
 ) -> None:
     """Start a pair, run ``examples/tool_loop.py`` on it, stop everything.
+
+    The tables show medians over ``repeats``.
 
     Raises:
         DemoError: the answers differ, nothing was reused, or the example failed.
@@ -46,7 +52,7 @@ async def run_demo(
             str(_example()),
             f"--base-url={running.url}/v1",
             f"--model={running.model}",
-            f"--repeats={REPEATS}",
+            f"--repeats={repeats}",
             *(f"--prefill={url}" for url in running.urls(Role.PREFILL)),
         ]
         if json is not None:

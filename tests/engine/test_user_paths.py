@@ -24,7 +24,7 @@ def demo(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     shelf.clear()
     folder = tmp_path_factory.mktemp("demo")
     command = [*KVLOOM, "demo", f"--json={folder / 'demo.json'}"]
-    command += [f"--log-dir={folder / 'logs'}"]
+    command += [f"--log-dir={folder / 'logs'}", "--repeats=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads((folder / "demo.json").read_text())
