@@ -19,7 +19,11 @@ check: setup      ## the static part: format, lint, types, import contracts, dep
 	@$(BIN)/deptry .
 
 test: setup       ## every test, on the fake engines and on the real pair
-	@$(BIN)/pytest
+	@# Two cores: those without engines run side by side.
+	@$(BIN)/pytest tests/unit -m "not engine" >unit.log 2>&1 & unit=$$!; \
+	$(BIN)/pytest tests/e2e; e2e=$$?; wait $$unit; unit=$$?; cat unit.log; rm -f unit.log; \
+	[ $$e2e -eq 0 ] && [ $$unit -eq 0 ]
+	@$(BIN)/pytest -m engine
 
 fast: setup       ## the tests that need no engine
 	@$(BIN)/pytest -m "not engine"
