@@ -15,7 +15,9 @@ from pair import Answer, Messages, Pair
 NUM_TURNS = int(os.environ.get("KVLOOM_SOAK_TURNS", "60"))
 NUM_CONVERSATIONS = min(40, NUM_TURNS // 4)
 AT_ONCE = 4
-LONGEST_WAIT_S = 5
+# `make soak` is for a quiet machine. Elsewhere a slow one is no failure, and only a
+# request that is stuck is.
+LONGEST_WAIT_S = 5 if "KVLOOM_SOAK_TURNS" in os.environ else 60
 WORDS = ("river", "bread", "stone", "letter", "garden", "winter", "violin", "harbour")
 
 
