@@ -1,13 +1,13 @@
 """Decode waits for a prompt that prefill still computes, and never for ever."""
 
 import time
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.lease_services import prefilling
 
 from kvloom.protocol import Announced, Pending, PromptRef, Refused
 from kvloom_connector.announcements import (
@@ -24,9 +24,7 @@ from kvloom_connector.awaits import (
     UNKNOWN_S,
     AwaitDesk,
 )
-from kvloom_connector.book import LeaseBook
 from kvloom_connector.mail import PeerMail
-from kvloom_connector.service import EngineIdentity, LeaseService
 
 BOUND_S = 10.0
 PARAMS = {
@@ -45,31 +43,6 @@ TAKEN_IN = PARAMS
 TAKEN = Refused(reason="another request has it")
 
 
-@contextmanager
-def prefilling(announcements):
-    """A prefill engine's lease service."""
-    identity = EngineIdentity(
-        engine_id="p0",
-        host="127.0.0.1",
-        port=1,
-        tp_size=1,
-        dcp_size=1,
-        pp_size=1,
-        block_size=4,
-    )
-    service = LeaseService(
-        LeaseBook(max_blocks=0),
-        identity,
-        host="127.0.0.1",
-        port=0,
-        announcements=announcements,
-    )
-    try:
-        yield service
-    finally:
-        service.close()
-
-
 @pytest.fixture
 def announcements():
     return Announcements()
@@ -77,7 +50,7 @@ def announcements():
 
 @pytest.fixture
 def service(announcements):
-    with prefilling(announcements) as opened:
+    with prefilling(announcements=announcements) as opened:
         yield opened
 
 

@@ -2,43 +2,16 @@
 
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.lease_services import prefilling
 
-from kvloom_connector.book import LeaseBook
 from kvloom_connector.handovers import MAX_READ, Handovers
 from kvloom_connector.proofs import CONFIRM_TIMEOUT_S, ProofDesk, ReadProof
-from kvloom_connector.service import EngineIdentity, LeaseService
 
 BOUND_S = 10.0
-
-
-@contextmanager
-def serving(handovers):
-    """A prefill engine's lease service."""
-    identity = EngineIdentity(
-        engine_id="p0",
-        host="127.0.0.1",
-        port=1,
-        tp_size=1,
-        dcp_size=1,
-        pp_size=1,
-        block_size=4,
-    )
-    service = LeaseService(
-        LeaseBook(max_blocks=0),
-        identity,
-        host="127.0.0.1",
-        port=0,
-        handovers=handovers,
-    )
-    try:
-        yield service
-    finally:
-        service.close()
 
 
 @pytest.fixture
@@ -74,7 +47,7 @@ def test_a_hand_over_is_good_while_it_is_held_or_was_read(desk, was_read):
     handovers.hold("request")
     if was_read is not None:
         handovers.end("request", was_read=was_read)
-    with serving(handovers) as service:
+    with prefilling(handovers=handovers) as service:
         desk.expect("mine", ReadProof(address=service.address, lease_id="request"))
         finished, failed = {"mine"}, set()
         desk.sift(finished, failed)
@@ -85,7 +58,7 @@ def test_a_hand_over_is_good_while_it_is_held_or_was_read(desk, was_read):
 
 def test_an_engine_that_was_restarted_confirms_nothing(desk):
     """It does not know the read's name."""
-    with serving(Handovers()) as service:
+    with prefilling(handovers=Handovers()) as service:
         desk.expect("mine", ReadProof(address=service.address, lease_id="request"))
         desk.sift({"mine"}, set())
         assert sifted(desk, until="mine") == ({"mine"}, {"mine"})

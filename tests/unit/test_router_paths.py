@@ -84,7 +84,7 @@ def test_what_passes_means_one_path(prefix: str, rest: str) -> None:
 def test_every_route_of_the_installed_vllm_is_judged_on_purpose() -> None:
     """A route that this vLLM has is the API's, a switch, or the router's own:
     a new version's routes are looked at before it is supported."""
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm", reason="the engine is not installed")
     found = _routes_of_vllm()
     assert "/v1/embeddings" in found or "/v1/rerank" in found
     unknown = {

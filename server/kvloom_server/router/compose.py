@@ -28,7 +28,6 @@ from .parts import Parts, make_parts
 from .passthrough import PassThrough
 from .prefill import PrefillLeg
 from .scene import Scene
-from .tenancy import Tenancy
 from .tls import check_tls
 from .tracing import NoTraces, Traces, otel_traces
 from .turn import Conductor, Limits
@@ -105,7 +104,7 @@ def build_app(
             engines=parts.engines,
             upstream=parts.upstream,
             api_key=parts.api_key,
-            tenancy=Tenancy(parts.secrets),
+            tenancy=parts.tenancy,
             body_limit_bytes=settings.body_limit_bytes,
             request_timeout_s=settings.request_timeout_s,
             client_idle_timeout_s=settings.client_idle_timeout_s,
@@ -193,7 +192,7 @@ def _conductor(parts: Parts, prefill: PrefillLeg) -> Conductor:
         warmer=parts.warmer,
         experience=parts.experience,
         sealer=parts.sealer,
-        tenancy=Tenancy(parts.secrets),
+        tenancy=parts.tenancy,
         ended=parts.ended,
         limits=Limits(
             max_waiting=parts.settings.max_waiting,

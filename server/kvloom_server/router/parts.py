@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ from .roster import Roster
 from .seal import Sealer
 from .sources import DnsSource, FileSource, Sources
 from .strays import Strays
+from .tenancy import Tenancy
 from .tracing import Traces
 from .upstream import Upstream
 from .warm import Warmer
@@ -45,7 +46,7 @@ class Parts:
     strays: Strays
     warmer: Warmer
     experience: Experience
-    secrets: Sequence[bytes]
+    tenancy: Tenancy
     sealer: Sealer
     metrics: Metrics
     chronicle: Chronicle
@@ -128,7 +129,7 @@ def make_parts(
         strays=strays,
         warmer=warmer,
         experience=experience,
-        secrets=secrets,
+        tenancy=Tenancy(secrets),
         sealer=Sealer(secrets, cluster=settings.cluster_name),
         metrics=metrics,
         chronicle=Chronicle(traces=traces, clock=clock, wall_clock=wall_clock),
