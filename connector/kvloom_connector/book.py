@@ -7,6 +7,7 @@ thread-safe: whoever shares it holds a lock.
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 
 from kvloom.protocol import PROVISIONAL, LeaseEvent, LeaseRecord, LeaseState
 
@@ -77,7 +78,9 @@ class LeaseBook:
         self._holders.update(lease.block_ids())
         self._agenda.add(lease.deadline, (lease.lease_id, None))
         self._offer(lease)
-        self._emit(lease, reason=PROVISIONAL if lease.is_provisional else "")
+        reason = PROVISIONAL if lease.is_provisional else ""
+        self._emit(lease, reason=reason, answer=lease.answer)
+        lease.answer = None  # told once, and not kept
         return None
 
     def _make_room(self, lease: Lease) -> str | None:
@@ -276,7 +279,9 @@ class LeaseBook:
             if lease.ending is None
         ]
 
-    def _emit(self, lease: Lease, *, reason: str = "") -> None:
+    def _emit(
+        self, lease: Lease, *, reason: str = "", answer: Sequence[int] | None = None
+    ) -> None:
         self._note(
             LeaseEvent(
                 seq=self._seq + 1,
@@ -285,6 +290,7 @@ class LeaseBook:
                 num_tokens=lease.num_tokens,
                 deadline_unix=lease.deadline,
                 reason=reason,
+                answer=None if answer is None else list(answer),
             )
         )
 

@@ -72,6 +72,8 @@ class Lease:
     """When the next turn is expected, unix time; ``None``: nobody said."""
     is_provisional: bool = False
     """Whether the turn may have been broken off: only a renewal keeps it."""
+    answer: tuple[int, ...] | None = None
+    """The generated token ids, where the router is to be told them."""
     order: int = 0
     """Rises with each lease that the book grants."""
     state: LeaseState = LeaseState.GRANTED

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvloom.protocol import expected_return_of
+from kvloom.protocol import expected_return_of, tells_answer
 
 from .announcements import Announcements
 from .book import LeaseBook
@@ -21,6 +21,7 @@ from .settings import ConnectorSettings, service_port
 from .stats import LeaseStats
 from .vllm_hooks import (
     BlockHold,
+    ended_at_token,
     extra_digests,
     finish_reason,
     may_have_stopped,
@@ -128,6 +129,7 @@ class LeaseDesk:
             extras=extras,
             deadline=now + self._ttl_s,
             expected_return=None if wait_s is None else now + wait_s,
+            answer=_answer(request),
         )
 
     def step(self) -> None:
@@ -158,6 +160,13 @@ class LeaseDesk:
     def close(self) -> None:
         """Stop the lease service."""
         self._service.close()
+
+
+def _answer(request: Any) -> tuple[int, ...] | None:
+    """What the router is to be told of the answer."""
+    if not tells_answer(request.kv_transfer_params) or not ended_at_token(request):
+        return None
+    return tuple(request.output_token_ids)
 
 
 def open_service(

@@ -26,6 +26,7 @@ __all__ = [
     "NixlPullConnectorScheduler",
     "bound_cores",
     "check_version",
+    "ended_at_token",
     "extra_digests",
     "finish_reason",
     "is_on_cpu",
@@ -99,6 +100,11 @@ def finish_reason(request: Request) -> str | None:
     if request.status in _SOUND:
         return None
     return str(RequestStatus(request.status).name).lower()
+
+
+def ended_at_token(request: Request) -> bool:
+    """Whether a token ended the answer, which is the last of its output."""
+    return bool(request.status == RequestStatus.FINISHED_STOPPED)
 
 
 def may_have_stopped(request: Request) -> bool:

@@ -87,6 +87,10 @@ class RouterSettings(BaseSettings):
     learn_threshold: bool = True
     """Whether pulls follow what was learned of their cost; else each engine's own
     ``kv_recompute_threshold`` holds."""
+    token_exact: bool = False
+    """Whether the next turn's history holds the tokens that were generated, where
+    a client writes an answer's tool calls anew. Engines need
+    ``--enable-scale-out``."""
     max_warm_ups: int = Field(default=4, ge=0)
     """Warm-ups of modes ``eager`` and ``auto`` at once; one a prefill engine."""
 

@@ -145,9 +145,9 @@ class Pair:
         self.ask_service(Release(lease_id=lease_id, claim_id="probe"))
         return claimed.port
 
-    def tokenize(self, messages: Messages) -> list[int]:
+    def tokenize(self, messages: Messages, **body: Any) -> list[int]:
         """A prompt's token ids, by the engine."""
-        body = {"model": self.model, "messages": messages}
+        body = {"model": self.model, "messages": messages, **body}
         answer = self.http.post(f"{self.prefill}/tokenize", json=body)
         ids: list[int] = answer.raise_for_status().json()["tokens"]
         return ids

@@ -223,6 +223,19 @@ class TestBook(BookMachine.TestCase):
     settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def test_an_answer_is_told_once_and_not_kept():
+    """Whoever asked for it hears it with the grant; later events do not repeat it."""
+    book = LeaseBook(max_blocks=10)
+    granted = lease()
+    granted.answer = (7, 8)
+    book.grant(granted, now=0.0)
+    book.grant(lease("b"), now=0.0)
+    book.claim("a", "x", now=1.0, timeout_s=5.0)
+    told = [(event.lease_id, event.answer) for event in book.take_events()]
+    assert told == [("a", [7, 8]), ("b", None), ("a", None)]
+    assert granted.answer is None
+
+
 def test_a_claimed_lease_survives_deadline_release_and_pressure():
     """While prefill reads, decode keeps the blocks whatever happens."""
     book = LeaseBook(max_blocks=10)

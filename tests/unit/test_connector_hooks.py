@@ -256,6 +256,20 @@ def test_only_turns_that_ended_by_themselves_leave_kv(hooks):
     assert said["FINISHED_ABORTED"] == "finished_aborted"
 
 
+def test_only_a_token_ends_an_answer_that_is_told(hooks):
+    """Not its length, not an abort: then its last token is one of its words."""
+    statuses = imported("vllm.v1.request").RequestStatus
+    request = request_of(range(9))
+    ended = []
+    for status in statuses:
+        request.status = status
+        if hooks.ended_at_token(request):
+            ended.append(status.name)
+    assert ended == ["FINISHED_STOPPED"]
+    request.append_output_token_ids([7, 8])
+    assert list(request.output_token_ids) == [7, 8]
+
+
 def extras(hooks, tokens=tuple(range(10)), **options):
     request = request_of(tokens, **options)
     return hooks.extra_digests(request, num_tokens=len(tokens), block_size=BLOCK_SIZE)

@@ -21,6 +21,7 @@ BY_TYPE = {
     float | None: st.none() | st.floats(allow_nan=False),
     LeaseState: st.sampled_from(LeaseState),
     list[int]: st.lists(INTS),
+    list[int] | None: st.none() | st.lists(INTS),
     bool: st.booleans(),
     dict[str, Any]: st.dictionaries(st.text(), INTS | st.text() | st.none()),
     list[list[int]]: st.lists(st.lists(INTS)),

@@ -19,6 +19,7 @@ from kvloom.protocol import (
     min_tokens_of,
     outcome_of,
     prefill_params,
+    tells_answer,
     turn_of,
 )
 
@@ -115,6 +116,19 @@ def test_a_turn_that_decode_does_alone_is_leased_as_well():
     makes vLLM wait for a transfer."""
     params = decode_params(None, turn_id="turn-1")
     assert params == {ENGINE_KEY: {"turn_id": "turn-1"}}
+
+
+def test_a_prompt_may_go_as_token_ids():
+    """Both legs get the same ids under vLLM's own key, and decode tells what it
+    generated; to no one who did not ask."""
+    prefill = through_json(prefill_params(None, prompt_ids=[1, 2]))
+    decode = through_json(decode_params(STOCK, turn_id="turn-1", prompt_ids=[1, 2]))
+    assert prefill["prompt_token_ids"] == decode["prompt_token_ids"] == [1, 2]
+    assert tells_answer(decode)
+    assert not tells_answer(prefill)
+    assert not tells_answer(decode_params(STOCK, turn_id="turn-1"))
+    alone = decode_params(None, turn_id=None, prompt_ids=[1, 2])
+    assert alone == {"prompt_token_ids": [1, 2]}
 
 
 def test_building_params_changes_nothing_that_was_given():

@@ -6,6 +6,7 @@ Everybody may import this package, and nothing else of the SDK.
 from .curve import MIN_CLUSTER_KEY_BYTES, ClusterKeyError, CurveSide, curve_secret
 from .engine import (
     ENGINE_KEY,
+    PROMPT_IDS,
     LeaseRef,
     PrefillOutcome,
     PromptRef,
@@ -21,6 +22,7 @@ from .engine import (
     outcome_of,
     prefill_params,
     prompt_mark_of,
+    tells_answer,
     turn_of,
 )
 from .handle import (
@@ -92,6 +94,7 @@ __all__ = [
     "MIN_CLUSTER_KEY_BYTES",
     "OPS",
     "PLAN_HEADER",
+    "PROMPT_IDS",
     "PROTOCOL_VERSION",
     "PROVISIONAL",
     "RETURN_MODE_HEADER",
@@ -143,5 +146,6 @@ __all__ = [
     "outcome_of",
     "prefill_params",
     "prompt_mark_of",
+    "tells_answer",
     "turn_of",
 ]

@@ -12,6 +12,9 @@ from typing import Any, Final
 
 ENGINE_KEY: Final = "kvloom"
 
+PROMPT_IDS: Final = "prompt_token_ids"
+"""vLLM's own key: a prompt's token ids, taken in place of rendering."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRef:
@@ -93,6 +96,7 @@ def prefill_params(
     announce_as: str | None = None,
     min_tokens: int | None = None,
     is_warm_up: bool = False,
+    prompt_ids: object = None,
 ) -> dict[str, Any]:
     """``kv_transfer_params`` of a prefill leg.
 
@@ -102,8 +106,12 @@ def prefill_params(
         min_tokens: fewer tokens than this are computed, not pulled; ``None``
             leaves it to the engine's ``kv_recompute_threshold``.
         is_warm_up: no decode leg follows: prefill keeps nothing for one.
+        prompt_ids: the prompt's token ids, in place of what the messages render
+            to; a list, or whatever encodes as one.
     """
     params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+    if prompt_ids is not None:
+        params[PROMPT_IDS] = prompt_ids
     ours: dict[str, Any] = {}
     if lease is not None:
         ours["lease"] = lease.as_json()
@@ -124,6 +132,7 @@ def decode_params(
     turn_id: str | None,
     expected_return_s: float | None = None,
     awaited: PromptRef | None = None,
+    prompt_ids: object = None,
 ) -> dict[str, Any] | None:
     """``kv_transfer_params`` of a decode leg.
 
@@ -136,6 +145,8 @@ def decode_params(
             expected, seconds; ``None``: nobody knows.
         awaited: a prompt that prefill has not answered yet; decode then waits
             for it itself, in place of ``prefilled``.
+        prompt_ids: as in :func:`prefill_params`; decode then also tells the
+            ids of what it generated.
     """
     params = {k: v for k, v in (prefilled or {}).items() if k != ENGINE_KEY}
     mark = prompt_mark_of(prefilled or {})
@@ -145,10 +156,13 @@ def decode_params(
         "prompt_mark": mark,
         "confirm_at": confirm_at_of(prefilled or {}),
         "awaited": None if awaited is None else awaited.as_json(),
+        "tell_answer": True if turn_id is not None and prompt_ids is not None else None,
     }
     ours = {name: value for name, value in ours.items() if value is not None}
     if ours:
         params[ENGINE_KEY] = ours
+    if prompt_ids is not None:
+        params[PROMPT_IDS] = prompt_ids
     return params or None
 
 
@@ -208,6 +222,12 @@ def is_warm_up(params: Mapping[str, Any]) -> bool:
 def turn_of(params: Mapping[str, Any]) -> str | None:
     """The name under which a decode leg's lease is to be granted."""
     return _text_of(params, "turn_id")
+
+
+def tells_answer(params: Mapping[str, Any]) -> bool:
+    """Whether a decode leg's lease is to be announced with the answer's ids."""
+    ours = params.get(ENGINE_KEY)
+    return isinstance(ours, Mapping) and ours.get("tell_answer") is True
 
 
 def expected_return_of(params: Mapping[str, Any]) -> float | None:

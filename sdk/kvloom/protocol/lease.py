@@ -230,6 +230,10 @@ class LeaseEvent:
     num_tokens: int
     deadline_unix: float
     reason: str = ""
+    answer: list[int] | None = None
+    """Of a ``granted`` event whose turn asked for it: the ids of the generated
+    tokens, the one that ended the answer included. ``None`` also where no token
+    ended it (its length, a stop string)."""
 
 
 MESSAGES: Final[dict[bytes, type[Any]]] = {

@@ -32,6 +32,8 @@ class Offer:
     is_provisional: bool = False
     """Whether the turn stopped at a stop string, which the engine's own process
     can't tell from an abort."""
+    answer: tuple[int, ...] | None = None
+    """The generated token ids, where they are to be told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,10 @@ class LeaseBook:
         lease = Lease(offer=offer, digests=digests, deadline=deadline)
         self._live[offer.lease_id] = lease
         self._tell(
-            lease, lease.state, reason=PROVISIONAL if offer.is_provisional else ""
+            lease,
+            lease.state,
+            reason=PROVISIONAL if offer.is_provisional else "",
+            answer=offer.answer,
         )
 
     def decline(self, lease_id: str, reason: str) -> None:
@@ -216,13 +221,20 @@ class LeaseBook:
         else:
             self._tell(lease, LeaseState.GRANTED)
 
-    def _tell(self, lease: Lease, state: LeaseState, reason: str = "") -> None:
+    def _tell(
+        self,
+        lease: Lease,
+        state: LeaseState,
+        reason: str = "",
+        answer: tuple[int, ...] | None = None,
+    ) -> None:
         self._emit(
             lease.offer.lease_id,
             state,
             num_tokens=len(lease.offer.token_ids),
             deadline=lease.deadline,
             reason=reason,
+            answer=answer,
         )
 
     def _emit(
@@ -233,6 +245,7 @@ class LeaseBook:
         num_tokens: int = 0,
         deadline: float = 0.0,
         reason: str = "",
+        answer: tuple[int, ...] | None = None,
     ) -> None:
         self.seq += 1
         self._on_event(
@@ -242,6 +255,7 @@ class LeaseBook:
                 state=state,
                 num_tokens=num_tokens,
                 deadline_unix=deadline,
+                answer=None if answer is None else list(answer),
                 reason=reason,
             )
         )

@@ -24,6 +24,7 @@ from kvloom.protocol import (
     is_warm_up,
     lease_of,
     min_tokens_of,
+    tells_answer,
     turn_of,
 )
 
@@ -340,6 +341,7 @@ class EngineCore:
             blocks=tuple(blocks),
             extra=turn.prompt.extra,
             is_provisional=turn.outputs[0].stop_reason is not None,
+            answer=_answer(turn),
         )
         leases.grant(offer)
 
@@ -362,6 +364,14 @@ class EngineCore:
             timer.cancel()
             self.pool.release(blocks)
             self._changes.notify()
+
+
+def _answer(turn: Turn) -> tuple[int, ...] | None:
+    """What is told of the answer, where it was asked for and a token ended it."""
+    output = turn.outputs[0]
+    if not tells_answer(turn.ask.params) or output.stop_reason is not None:
+        return None
+    return tuple(output.token_ids) if output.finish_reason == "stop" else None
 
 
 def _why_not_leased(turn: Turn) -> str | None:

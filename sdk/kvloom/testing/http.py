@@ -79,6 +79,7 @@ class _Surface:
         post, get = ["POST"], ["GET"]
         return [
             self._route("/v1/chat/completions", self._chat, post),
+            self._route("/v1/chat/completions/render", self._render, post),
             self._route("/v1/completions", self._completion, post),
             self._route("/v1/responses", self._responses, post),
             self._route("/v1/messages", self._messages, post),
@@ -123,6 +124,21 @@ class _Surface:
             ask, created=self._now(), fails_truncated=options.fails_truncated_calls
         )
         return self._generation(ask, wire)
+
+    async def _render(self, request: Request, body: Any) -> ASGIApp:
+        options = self._engine.options
+        if not options.scale_out:
+            raise RefusalError(
+                "Scale-out endpoints are disabled. Restart vllm serve with "
+                "--enable-scale-out to enable them.",
+                status=403,
+                type="PermissionDeniedError",
+            )
+        ask = chat_ask(_object(body), options, request_id=_request_id(request))
+        rendered = {"request_id": ask.request_id, "model": ask.model}
+        return JSONResponse(
+            {**rendered, "token_ids": list(ask.prompts[0]), "features": None}
+        )
 
     async def _completion(self, request: Request, body: Any) -> ASGIApp:
         options = self._engine.options

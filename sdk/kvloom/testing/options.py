@@ -23,6 +23,7 @@ class EngineOptions(TypedDict, total=False):
     claim_wait_s: float
     pin_ttl_s: float
     keeps_reasoning: bool
+    scale_out: bool
     pretty_arguments: bool
     fails_truncated_calls: bool
     clock: Callable[[], float]
@@ -56,6 +57,8 @@ class Options:
     """How long prefill keeps blocks that decode does not fetch."""
     keeps_reasoning: bool = True
     """Whether the template keeps the reasoning of earlier answers."""
+    scale_out: bool = True
+    """Whether prompts are rendered for others (``--enable-scale-out``)."""
     pretty_arguments: bool = False
     """Whether the model indents what the API hands over normalised."""
     fails_truncated_calls: bool = True

@@ -116,6 +116,8 @@ def engine_command(slot: EngineSlot, recipe: Recipe) -> list[str]:
         f"--host={slot.bind_host}",
         f"--port={slot.http_port}",
         "--enable-prompt-tokens-details",
+        # Rendering and /inference/v1/generate, of which the router makes use.
+        "--enable-scale-out",
         f"--kv-transfer-config={json.dumps(_transfer_config(slot, recipe))}",
     ]
     if model.chat_template is not None:

@@ -18,6 +18,7 @@ from .directory import Directory, continues
 from .engine import Engine, EngineLostError
 from .engines import Engines
 from .errors import engine_failed
+from .exact_turns import ExactTurns, prompt_ids
 from .exchange import Exchange
 from .experience import Experience
 from .feed import Feeds
@@ -61,6 +62,7 @@ class DecodeLeg:
         strays: Strays,
         warmer: Warmer,
         experience: Experience,
+        exact: ExactTurns,
         sealer: Sealer,
         metrics: Metrics,
         pushes: bool,
@@ -76,6 +78,7 @@ class DecodeLeg:
         self._strays = strays
         self._warmer = warmer
         self._experience = experience
+        self._exact = exact
         self._sealer = sealer
         self._metrics = metrics
         self._pushes = pushes
@@ -184,6 +187,7 @@ class DecodeLeg:
             if outcome == "ok":
                 self._experience.ended(job, self._clock())
                 lease = granted.result() if granted.done() else None
+                self._exact.ended(job, lease)
                 self._warmer.ended(job, lease, kept)
             return outcome
 
@@ -219,6 +223,7 @@ class DecodeLeg:
             api=job.request.api,
             expected_return_s=self._experience.expected_return_s(job),
             awaited=awaited,
+            prompt_ids=prompt_ids(job),
         )
         return job.leg(engine, body, api_key=self._api_key, trace=trace)
 

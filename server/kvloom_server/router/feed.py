@@ -10,9 +10,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -219,14 +219,17 @@ class LeaseFeed:
         if event.state is LeaseState.DECLINED:
             self._announcements.announce(event.lease_id, None)
         else:
-            self._announce(event.lease_id)
+            self._announce(event.lease_id, event.answer)
         self._let_go(let)
         return True
 
-    def _announce(self, lease_id: str) -> None:
+    def _announce(self, lease_id: str, answer: Sequence[int] | None = None) -> None:
         lease = self._directory.lease(self.engine, lease_id)
-        if lease is not None:
-            self._announcements.announce(lease_id, lease)
+        if lease is None:
+            return
+        if answer is not None:  # for who waits; it is not kept with the lease
+            lease = replace(lease, answer=tuple(answer))
+        self._announcements.announce(lease_id, lease)
 
 
 @dataclass(slots=True, kw_only=True)

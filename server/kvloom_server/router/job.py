@@ -17,6 +17,7 @@ from kvloom.protocol import (
 from .admission import Seats
 from .ahead import Ahead
 from .engine import Engine
+from .exact import ExactPrompt
 from .identity import new_turn_id, tag_of
 from .legs import leg_headers
 from .plan import Lease, Plan, Turn
@@ -82,6 +83,8 @@ class Job:
     asks_lease: bool
     reading: Reading | None = None
     """What is remembered of the request, where its conversation is known."""
+    exact: ExactPrompt | None = field(default=None, repr=False)
+    """The prompt's tokens, where both legs are to get those."""
     prefill: Engine | None = None
     """Who did the prefill leg, once it is done."""
     prefilled: Prefilled | None = None

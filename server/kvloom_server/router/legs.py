@@ -55,18 +55,20 @@ def prefill_body(
     min_tokens: int | None = None,
     is_warm_up: bool = False,
     announce_as: str | None = None,
+    prompt_ids: msgspec.Raw | None = None,
 ) -> bytes:
     """The prefill leg: the same prompt, one token, and what to pull.
 
-    ``min_tokens``, ``is_warm_up`` and ``announce_as`` are those of
+    ``min_tokens``, ``is_warm_up``, ``announce_as`` and ``prompt_ids`` are those of
     :func:`~kvloom.protocol.prefill_params`.
     """
-    leg = shortened(api, _theirs(body, api))
+    leg = shortened(api, theirs(body, api))
     leg[KV_TRANSFER_PARAMS] = prefill_params(
         lease,
         min_tokens=min_tokens,
         is_warm_up=is_warm_up,
         announce_as=announce_as,
+        prompt_ids=prompt_ids,
     )
     return msgspec.json.encode(leg)
 
@@ -79,6 +81,7 @@ def decode_body(
     api: Api = Api.CHAT,
     expected_return_s: float | None = None,
     awaited: PromptRef | None = None,
+    prompt_ids: msgspec.Raw | None = None,
 ) -> bytes:
     """The decode leg: the client's own body, and where its prompt's KV is.
 
@@ -90,18 +93,23 @@ def decode_body(
         api: the endpoint.
         expected_return_s: how long after this turn's end the next is expected.
         awaited: what decode waits for itself, in place of ``prefilled``.
+        prompt_ids: the prompt, in place of what the body renders to.
     """
-    leg: dict[str, Any] = dict(_theirs(body, api))
+    leg: dict[str, Any] = dict(theirs(body, api))
     wait_s = expected_return_s if turn_id is not None else None
     params = decode_params(
-        prefilled, turn_id=turn_id, expected_return_s=wait_s, awaited=awaited
+        prefilled,
+        turn_id=turn_id,
+        expected_return_s=wait_s,
+        awaited=awaited,
+        prompt_ids=prompt_ids,
     )
     if params is not None:
         leg[KV_TRANSFER_PARAMS] = params
     return msgspec.json.encode(leg)
 
 
-def _theirs(body: Body, api: Api) -> Body:
+def theirs(body: Body, api: Api) -> Body:
     """The fields that the engine is to see."""
     return {name: value for name, value in body.items() if name not in _OURS[api]}
 

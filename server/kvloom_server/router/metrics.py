@@ -94,6 +94,13 @@ class Metrics:
             ("source",),
             registry=registry,
         )
+        self._exact = Counter(
+            "kvloom_exact_turn",
+            "Turns whose prompt was rendered ahead (token_exact), by what became of "
+            "the generated answer in it.",
+            ("outcome",),
+            registry=registry,
+        )
         self.estimates = Histogram(
             "kvloom_estimate_seconds",
             "What a planned turn was thought to cost to its first token.",
@@ -176,6 +183,10 @@ class Metrics:
     def warm_up(self, outcome: str) -> None:
         """Count what became of one warm-up."""
         self._warm_ups.labels(outcome).inc()
+
+    def exact(self, outcome: str) -> None:
+        """Count one turn whose prompt was, or was to be, rendered ahead."""
+        self._exact.labels(outcome).inc()
 
     def warmed(self, outcome: PrefillOutcome, *, num_computed: int) -> None:
         """Count the tokens of one warm-up."""

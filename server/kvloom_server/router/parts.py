@@ -14,6 +14,7 @@ from .directory import Directory, Let
 from .ended import EndedConversations
 from .engine import Engine, Role
 from .engines import Engines
+from .exact_turns import ExactTurns
 from .experience import Experience
 from .feed import PROBE_S, Feeds, Followed
 from .membership import FLAGS, Entry
@@ -46,6 +47,7 @@ class Parts:
     strays: Strays
     warmer: Warmer
     experience: Experience
+    exact: ExactTurns
     tenancy: Tenancy
     sealer: Sealer
     metrics: Metrics
@@ -111,6 +113,13 @@ def make_parts(
         followed=partial(_followed, settings),
         on_left=(warmer.make_way, experience.learner.forget),
     )
+    exact = ExactTurns(
+        engines=engines,
+        upstream=upstream,
+        metrics=metrics,
+        api_key=api_key,
+        is_on=settings.token_exact,
+    )
     secrets = _secrets(settings)
     return Parts(
         settings=settings,
@@ -124,11 +133,12 @@ def make_parts(
         ended=EndedConversations(
             directory=directory,
             feeds=feeds,
-            on_end=(warmer.turn_began, experience.paces.forget),
+            on_end=(warmer.turn_began, experience.paces.forget, exact.forget),
         ),
         strays=strays,
         warmer=warmer,
         experience=experience,
+        exact=exact,
         tenancy=Tenancy(secrets),
         sealer=Sealer(secrets, cluster=settings.cluster_name),
         metrics=metrics,

@@ -38,6 +38,9 @@ class Lease:
     """The decode engine's name."""
     num_tokens: int
     deadline_unix: float
+    answer: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    """The generated token ids: only as it is announced, and where they were
+    asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,11 @@ class Answered:
 
 
 def warm_up_body(
-    body: Mapping[str, msgspec.Raw], answered: Answered, lease: LeaseRef | None
+    body: Mapping[str, msgspec.Raw],
+    answered: Answered,
+    lease: LeaseRef | None,
+    *,
+    prompt_ids: msgspec.Raw | None = None,
 ) -> bytes | None:
     """The prefill leg that warms a conversation: its history and the answer.
 
@@ -82,6 +86,7 @@ def warm_up_body(
         body: the client's request.
         answered: what came of it.
         lease: the finished turn's, to pull from.
+        prompt_ids: the history's tokens, where they are known.
     """
     if bytes(body.get("continue_final_message", b"false")) == b"true":
         return None
@@ -98,7 +103,7 @@ def warm_up_body(
     # The next turn's own beginning, to the token: no assistant's turn is open.
     warm["add_generation_prompt"] = _RAW_FALSE
     warm["continue_final_message"] = _RAW_FALSE
-    return prefill_body(warm, lease, is_warm_up=True)
+    return prefill_body(warm, lease, is_warm_up=True, prompt_ids=prompt_ids)
 
 
 class _Call(msgspec.Struct):

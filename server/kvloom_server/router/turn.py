@@ -18,6 +18,7 @@ from .ended import EndedConversations
 from .engine import Role
 from .engines import Engines
 from .errors import UnavailableError, no_engine, no_model_named, unknown_model
+from .exact_turns import ExactTurns
 from .exchange import ClientGoneError, Exchange, OutOfTimeError
 from .experience import Experience, Outlook
 from .identity import new_turn_id
@@ -58,6 +59,7 @@ class Conductor:
         strays: Strays,
         warmer: Warmer,
         experience: Experience,
+        exact: ExactTurns,
         sealer: Sealer,
         tenancy: Tenancy,
         ended: EndedConversations,
@@ -79,6 +81,7 @@ class Conductor:
         self._strays = strays
         self._warmer = warmer
         self._experience = experience
+        self._exact = exact
         self._sealer = sealer
         self._tenancy = tenancy
         self._ended = ended
@@ -144,6 +147,7 @@ class Conductor:
         outcome = "failed"
         self._chronicle.began(job)
         try:
+            await client.unless_gone(self._exact.prepare(job))
             self._decode.go_ahead(job)
             await client.unless_gone(
                 self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)

@@ -21,6 +21,7 @@ from .api import Api
 from .directory import Directory, Let
 from .engine import Engine, EngineLostError
 from .engines import Engines
+from .exact_turns import history_ids
 from .experience import Experience
 from .identity import new_turn_id
 from .job import Job, Prefilled, decoded
@@ -167,7 +168,10 @@ class Warmer:
         is_auto = job.turn.mode is ReturnMode.AUTO
         if is_auto and not self._experience.pays(job, lease, engine.name):
             return WarmUpOutcome.NOT_WORTH
-        body = warm_up_body(job.request.body, answered, ref) if answered else None
+        body = None
+        if answered is not None:
+            ids = history_ids(job, lease)
+            body = warm_up_body(job.request.body, answered, ref, prompt_ids=ids)
         if body is None or len(body) > MAX_BODY_BYTES:
             return WarmUpOutcome.UNFIT
         if len(self._tasks) >= MAX_WAITING:
