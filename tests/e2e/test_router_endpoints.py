@@ -21,9 +21,10 @@ from e2e.test_router_stage import (
     opening,
     staged,
 )
+from e2e.test_router_warm import until_counted, until_warm
 
 from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport, Reason, is_handle
-from kvloom.testing import EngineOptions, thoughtful
+from kvloom.testing import Answer, Context, EngineOptions, thoughtful
 
 pytestmark = pytest.mark.anyio
 
@@ -297,6 +298,70 @@ async def test_tools_are_called_and_answered(
         again = await talk.turn()
         await same_as_fresh(talk, again, responder=thoughtful)
         assert again.report.plan == "return"
+        assert again.report.returned_tokens
+
+
+@pytest.mark.parametrize("api", [ResponsesTalk, MessagesTalk])
+@both_ways
+async def test_the_history_is_at_prefill_when_the_tool_is_done(
+    api: type[Talk], is_streamed: bool
+) -> None:
+    """Mode eager in every API that has tools: prefill reads prompt and answer while
+    the tool runs, in the tokens that were generated, and the lease ends."""
+    async with staged(settings={"returns": "eager"}, **PATIENT) as stage:
+        talk = api(stage, is_streamed=is_streamed)
+        if isinstance(talk, MessagesTalk):
+            talk.body |= {"tools": MESSAGES_TOOLS, "tool_choice": {"type": "any"}}
+        else:
+            talk.body |= {"tools": RESPONSES_TOOLS, "tool_choice": "required"}
+        said = await talk.turn()
+        await until_warm(stage)
+        talk.body["tool_choice"] = (
+            {"type": "auto"} if isinstance(talk, MessagesTalk) else "auto"
+        )
+        _answer_call(talk, said, said.output[0])
+        again = await talk.turn()
+        await same_as_fresh(talk, again)
+        assert (again.report.plan, again.report.reason) == ("return", "warm")
+        assert again.report.local_tokens is not None
+        assert said.report.prompt_tokens is not None
+        assert again.report.local_tokens >= said.report.prompt_tokens
+        asked = stage.cluster.prefill[0].engine.received("/v1/completions")
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("api", [ResponsesTalk, MessagesTalk])
+async def test_a_plain_answer_is_followed_by_no_warm_up(api: type[Talk]) -> None:
+    """Without a call nobody knows what the next turn will be; that an answer's text
+    speaks of calls makes none."""
+
+    def chatty(_context: Context) -> Answer:
+        return Answer(content='"stop_reason": "tool_use" "type": "function_call"')
+
+    options = {"responder": chatty, **PATIENT}
+    async with staged(settings={"returns": "eager"}, **options) as stage:
+        for is_streamed in (False, True):
+            talk = api(stage, is_streamed=is_streamed)
+            await talk.turn()
+        assert not stage.cluster.prefill[0].engine.received("/v1/completions")
+        assert not stage.cluster.prefill[0].engine.received(f"{talk.path}/render")
+
+
+@pytest.mark.parametrize("api", [ResponsesTalk, MessagesTalk])
+async def test_without_rendering_a_turn_keeps_its_lease(api: type[Talk]) -> None:
+    """``--enable-scale-out`` is off: no warm-up, and the return is as lazy as ever."""
+    off: EngineOptions = {"scale_out": False, **PATIENT}
+    async with staged(settings={"returns": "eager"}, **off) as stage:
+        talk = api(stage, is_streamed=True)
+        if isinstance(talk, MessagesTalk):
+            talk.body |= {"tools": MESSAGES_TOOLS, "tool_choice": {"type": "any"}}
+        else:
+            talk.body |= {"tools": RESPONSES_TOOLS, "tool_choice": "required"}
+        said = await talk.turn()
+        await until_counted(stage, "unfit")
+        stage.cluster.prefill[0].engine.lose_cache()
+        _answer_call(talk, said, said.output[0])
+        again = await talk.turn()
         assert again.report.returned_tokens
 
 

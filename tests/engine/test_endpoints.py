@@ -2,38 +2,19 @@
 
 import json
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import anthropic
 import pytest
 from pair import Pair
-from shelf import Shelf
+from test_return_modes import routed, until_warm
 
 from kvloom.protocol import HANDLE_HEADER, PLAN_HEADER, PlanReport, is_handle
 
-ENGINES = (
-    "--engine-arg=--dtype=float32",
-    "--engine-arg=--enable-scale-out",
-    "--decode-arg=--num-gpu-blocks-override=110",
-    "--decode-arg=--max-model-len=3200",
-    "--dev-endpoints",
-)
 SYSTEM = "You are a helpful assistant for a bank called Blue. " * 30
 FIRST = "Who am I speaking with, and which bank is it?"
 NEXT = "And which colour is it named after?"
-
-
-@pytest.fixture
-def pair(shelf: Shelf) -> Iterator[Pair]:
-    """The pair of the other tests, with ``/inference/v1/generate``, which vLLM
-    serves on demand only."""
-    running = shelf.up(*ENGINES)
-    with Pair(running) as opened:
-        yield opened
-        opened.release_all()
-        opened.assert_nothing_is_held()
 
 
 both_ways = pytest.mark.parametrize(
@@ -166,6 +147,83 @@ def test_the_second_turn_starts_from_the_cache(
     # All of the last prompt, but for the block that the answer begins in.
     assert second.report.returned_tokens >= first.report.prompt_tokens - 16
     assert second.text == oracle(api, pair, turns)
+
+
+ACCOUNT = {
+    "type": "object",
+    "properties": {"account": {"enum": ["blue", "green", "red"]}},
+    "required": ["account"],
+    "additionalProperties": False,
+}
+CALLING: dict[str, dict[str, Any]] = {
+    "/v1/messages": {
+        "tools": [{"name": "limit", "input_schema": ACCOUNT}],
+        "tool_choice": {"type": "any"},
+        "max_tokens": 100,
+    },
+    "/v1/responses": {
+        "tools": [{"type": "function", "name": "limit", "parameters": ACCOUNT}],
+        "tool_choice": "required",
+        "max_output_tokens": 100,
+    },
+}
+
+
+def after_the_call(
+    api: Any, body: dict[str, Any], answer: dict[str, Any]
+) -> dict[str, Any]:
+    """The next request, with the tool's result."""
+    said = "It is 500. " * 20
+    if isinstance(api, Messages):
+        call = next(b for b in answer["content"] if b["type"] == "tool_use")
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": said}
+        called = {"role": "assistant", "content": answer["content"]}
+        after = [called, {"role": "user", "content": [result]}]
+        return body | {"messages": [*body["messages"], *after]}
+    call = next(i for i in answer["output"] if i["type"] == "function_call")
+    result = {
+        "type": "function_call_output",
+        "call_id": call["call_id"],
+        "output": said,
+    }
+    return body | {"input": [*body["input"], call, result]}
+
+
+def calls_in(api: Any, answer: dict[str, Any]) -> list[Any]:
+    """The calls of an answer, without names that are new each time."""
+    if isinstance(api, Messages):
+        return [b["input"] for b in answer["content"] if b["type"] == "tool_use"]
+    return [i["arguments"] for i in answer["output"] if i["type"] == "function_call"]
+
+
+@pytest.mark.parametrize(
+    "api", [Responses(), Messages()], ids=["responses", "messages"]
+)
+def test_prefill_is_warm_when_the_tool_is_done(pair: Pair, api: Any) -> None:
+    """Mode eager for the agents of OpenAI and Anthropic too: prompt and answer go
+    back to prefill in tokens, and the next turn finds all of it there."""
+    name = {"X-Session-ID": uuid.uuid4().hex}
+    with routed(pair, returns="eager", direct_tokens=0) as router:
+        url = router.running.url + api.path
+        body = api.body(router, [FIRST]) | CALLING[api.path]
+        first = router.http.post(url, json=body, headers=name).raise_for_status()
+        until_warm(router)
+        body = after_the_call(api, body, first.json())
+        second = router.http.post(url, json=body, headers=name).raise_for_status()
+        reports = [
+            PlanReport.decode_header(answer.headers[PLAN_HEADER])
+            for answer in (first, second)
+        ]
+        fresh = body | {"cache_salt": uuid.uuid4().hex}
+        truth = router.http.post(router.prefill + api.path, json=fresh)
+        assert reports[0] is not None
+        assert reports[1] is not None
+        assert reports[1].reason == "warm"
+        # All of it, but for the block that the tool's result begins in.
+        assert reports[1].local_tokens is not None
+        assert reports[1].local_tokens > (reports[0].prompt_tokens or 0) - 32
+        assert calls_in(api, second.json()) == calls_in(api, truth.json())
+        assert calls_in(api, second.json())
 
 
 @both_ways

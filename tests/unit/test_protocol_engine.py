@@ -119,16 +119,20 @@ def test_a_turn_that_decode_does_alone_is_leased_as_well():
 
 
 def test_a_prompt_may_go_as_token_ids():
-    """Both legs get the same ids under vLLM's own key, and decode tells what it
-    generated; to no one who did not ask."""
+    """Both legs get the same ids under vLLM's own key."""
     prefill = through_json(prefill_params(None, prompt_ids=[1, 2]))
     decode = through_json(decode_params(STOCK, turn_id="turn-1", prompt_ids=[1, 2]))
     assert prefill["prompt_token_ids"] == decode["prompt_token_ids"] == [1, 2]
-    assert tells_answer(decode)
-    assert not tells_answer(prefill)
-    assert not tells_answer(decode_params(STOCK, turn_id="turn-1"))
     alone = decode_params(None, turn_id=None, prompt_ids=[1, 2])
     assert alone == {"prompt_token_ids": [1, 2]}
+
+
+def test_an_answer_is_told_to_who_asks():
+    """With the turn's lease, and so only where there is one."""
+    asked = through_json(decode_params(STOCK, turn_id="turn-1", tells_answer=True))
+    assert tells_answer(asked)
+    assert not tells_answer(through_json(decode_params(STOCK, turn_id="turn-1")))
+    assert decode_params(STOCK, turn_id=None, tells_answer=True) == STOCK
 
 
 def test_building_params_changes_nothing_that_was_given():

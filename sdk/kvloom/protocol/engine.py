@@ -133,6 +133,7 @@ def decode_params(
     expected_return_s: float | None = None,
     awaited: PromptRef | None = None,
     prompt_ids: object = None,
+    tells_answer: bool = False,
 ) -> dict[str, Any] | None:
     """``kv_transfer_params`` of a decode leg.
 
@@ -145,8 +146,8 @@ def decode_params(
             expected, seconds; ``None``: nobody knows.
         awaited: a prompt that prefill has not answered yet; decode then waits
             for it itself, in place of ``prefilled``.
-        prompt_ids: as in :func:`prefill_params`; decode then also tells the
-            ids of what it generated.
+        prompt_ids: as in :func:`prefill_params`.
+        tells_answer: the lease is announced with the ids of what was generated.
     """
     params = {k: v for k, v in (prefilled or {}).items() if k != ENGINE_KEY}
     mark = prompt_mark_of(prefilled or {})
@@ -156,7 +157,7 @@ def decode_params(
         "prompt_mark": mark,
         "confirm_at": confirm_at_of(prefilled or {}),
         "awaited": None if awaited is None else awaited.as_json(),
-        "tell_answer": True if turn_id is not None and prompt_ids is not None else None,
+        "tell_answer": True if turn_id is not None and tells_answer else None,
     }
     ours = {name: value for name, value in ours.items() if value is not None}
     if ours:

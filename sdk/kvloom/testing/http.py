@@ -49,6 +49,14 @@ from .wire import Wire
 if TYPE_CHECKING:
     from .engine import FakeEngine
 
+_RENDERED: Final[dict[str, Callable[..., Ask]]] = {
+    "/v1/chat/completions": chat_ask,
+    "/v1/completions": completion_ask,
+    "/v1/responses": responses_ask,
+    "/v1/messages": messages_ask,
+}
+"""Endpoints whose prompts are rendered for others too."""
+
 VLLM_VERSION: Final = "0.32.0"
 """Whose forms these are."""
 
@@ -79,7 +87,7 @@ class _Surface:
         post, get = ["POST"], ["GET"]
         return [
             self._route("/v1/chat/completions", self._chat, post),
-            self._route("/v1/chat/completions/render", self._render, post),
+            *(self._rendering(path, parse) for path, parse in _RENDERED.items()),
             self._route("/v1/completions", self._completion, post),
             self._route("/v1/responses", self._responses, post),
             self._route("/v1/messages", self._messages, post),
@@ -125,20 +133,23 @@ class _Surface:
         )
         return self._generation(ask, wire)
 
-    async def _render(self, request: Request, body: Any) -> ASGIApp:
-        options = self._engine.options
-        if not options.scale_out:
-            raise RefusalError(
-                "Scale-out endpoints are disabled. Restart vllm serve with "
-                "--enable-scale-out to enable them.",
-                status=403,
-                type="PermissionDeniedError",
+    def _rendering(self, path: str, parse: Callable[..., Ask]) -> Route:
+        async def render(request: Request, body: Any) -> ASGIApp:
+            options = self._engine.options
+            if not options.scale_out:
+                raise RefusalError(
+                    "Scale-out endpoints are disabled. Restart vllm serve with "
+                    "--enable-scale-out to enable them.",
+                    status=403,
+                    type="PermissionDeniedError",
+                )
+            ask = parse(_object(body), options, request_id=_request_id(request))
+            rendered = {"request_id": ask.request_id, "model": ask.model}
+            return JSONResponse(
+                {**rendered, "token_ids": list(ask.prompts[0]), "features": None}
             )
-        ask = chat_ask(_object(body), options, request_id=_request_id(request))
-        rendered = {"request_id": ask.request_id, "model": ask.model}
-        return JSONResponse(
-            {**rendered, "token_ids": list(ask.prompts[0]), "features": None}
-        )
+
+        return self._route(f"{path}/render", render, ["POST"])
 
     async def _completion(self, request: Request, body: Any) -> ASGIApp:
         options = self._engine.options

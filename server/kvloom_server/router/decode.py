@@ -224,6 +224,7 @@ class DecodeLeg:
             expected_return_s=self._experience.expected_return_s(job),
             awaited=awaited,
             prompt_ids=prompt_ids(job),
+            tells_answer=job.exact is not None or self._warmer.reads_tokens(job),
         )
         return job.leg(engine, body, api_key=self._api_key, trace=trace)
 

@@ -1,4 +1,4 @@
-"""Has engines render prompts, and remembers what they generated.
+"""Makes turns' prompts token-exact, and remembers what was generated.
 
 An option: each turn costs one more request to an engine, of which both legs
 then make use. Whatever goes wrong leaves the turn as it is without the option.
@@ -9,7 +9,7 @@ import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -25,38 +25,20 @@ from .exact import (
     say_the_same,
 )
 from .job import Job
-from .legs import theirs
 from .metrics import Metrics
 from .plan import Lease
-from .upstream import Upstream, UpstreamError, UpstreamRequest, read_all
+from .render import NotRenderedError, Renderer
+from .upstream import UpstreamError
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 64 * 1024 * 1024
 """Memory for what was spoken, of all conversations together."""
 TIMEOUT_S: Final = 10.0
-"""Of one request to render."""
-DISABLED: Final = 403
-"""vLLM's answer where ``--enable-scale-out`` is off."""
+"""Of all that is asked before one turn."""
 
 T = TypeVar("T")
-
-_RENDER: Final = "/render"
 _FALSE: Final = msgspec.Raw(b"false")
-
-
-class NotRenderedError(Exception):
-    """No engine said what a prompt's tokens are."""
-
-
-class _Rendered(msgspec.Struct):
-    token_ids: list[int]
-    features: Any = None
-    """Of images and the like, which token ids do not tell."""
-
-
-class _Text(msgspec.Struct):
-    prompt: str
 
 
 class ExactTurns:
@@ -66,16 +48,14 @@ class ExactTurns:
         self,
         *,
         engines: Engines,
-        upstream: Upstream,
+        renderer: Renderer,
         metrics: Metrics,
-        api_key: str | None,
         is_on: bool,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._engines = engines
-        self._upstream = upstream
+        self._renderer = renderer
         self._metrics = metrics
-        self._api_key = api_key
         self._is_on = is_on
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -121,17 +101,16 @@ class ExactTurns:
             self._num_bytes -= spoken.num_bytes
 
     async def _prepare(self, job: Job, tag: bytes) -> ExactOutcome:
-        messages = items_of(job.request.body, "messages") or []
+        body = job.request.body
+        messages = items_of(body, "messages") or []
         spoken = self._spoken.get(tag)
         if spoken is None or len(messages) <= spoken.num_messages:
-            whole = await self._render(job, job.request.body)
+            whole = await self._render(job, body)
             job.exact = ExactPrompt(rendered=whole, exact=whole)
             return ExactOutcome.RENDERED
         self._spoken.move_to_end(tag)
-        earlier = _upto(job.request.body, messages[: spoken.num_messages + 1])
-        whole, upto = await _both(
-            self._render(job, job.request.body), self._render(job, earlier)
-        )
+        earlier = _upto(body, messages[: spoken.num_messages + 1])
+        whole, upto = await _both(self._render(job, body), self._render(job, earlier))
         job.exact = ExactPrompt(rendered=whole, exact=whole)
         joined = join(spoken, whole, upto)
         if not isinstance(joined, Joined):
@@ -139,69 +118,39 @@ class ExactTurns:
         job.exact = joined.plain
         if joined.is_same:
             return ExactOutcome.SAME
-        rendered, generated = await _both(
-            self._text(job, joined.rendered_answer),
-            self._text(job, joined.generated_answer),
-        )
-        if not say_the_same(rendered, generated):
+        if not await self._say_the_same(job, joined):
             return ExactOutcome.OTHER_WORDS
         job.exact = joined.exact
         return ExactOutcome.PUT_IN
 
-    async def _render(self, job: Job, body: Body) -> "array[int]":
-        asked = theirs(body, job.request.api)
-        # Only a stream has options.
-        asked = {
-            n: v for n, v in asked.items() if n not in ("stream", "stream_options")
-        }
-        answer = await self._ask(job, job.request.api + _RENDER, asked)
-        rendered = _decoded(answer, _Rendered)
-        if rendered.features is not None or not rendered.token_ids:
-            raise NotRenderedError
-        return array("i", rendered.token_ids)
-
-    async def _text(self, job: Job, ids: Sequence[int]) -> str:
-        asked = {"model": job.request.model, "tokens": list(ids)}
-        if not ids:
-            return ""
-        return _decoded(await self._ask(job, "/detokenize", asked), _Text).prompt
-
-    async def _ask(self, job: Job, path: str, asked: object) -> bytes:
+    async def _say_the_same(self, job: Job, joined: Joined) -> bool:
         engine = self._engines[job.plan.prefill or job.plan.decode]
-        leg = job.leg(engine, msgspec.json.encode(asked), api_key=self._api_key)
-        response = await self._upstream.send(
-            UpstreamRequest(
-                method="POST",
-                url=engine.spec.url + path,
-                headers=leg.headers,
-                body=leg.body,
+        return say_the_same(
+            *await _both(
+                self._renderer.text(engine, job, joined.rendered_answer),
+                self._renderer.text(engine, job, joined.generated_answer),
             )
         )
-        answer = await read_all(response)
-        if response.status == DISABLED:
-            log.warning(
-                "engine=%s event=render_disabled: start it with --enable-scale-out, "
-                "or switch token_exact off",
-                engine.name,
-            )
-        if response.status != 200:
-            raise NotRenderedError
-        return answer
+
+    async def _render(self, job: Job, body: Body) -> "array[int]":
+        engine = self._engines[job.plan.prefill or job.plan.decode]
+        return await self._renderer.render(engine, job, body)
 
 
 def prompt_ids(job: Job) -> msgspec.Raw | None:
     """What both legs of a turn get for their prompt."""
-    return None if job.exact is None else _as_json(job.exact.exact)
+    return None if job.exact is None else as_json(job.exact.exact)
 
 
 def history_ids(job: Job, lease: Lease) -> msgspec.Raw | None:
     """The turn's prompt and answer, with which the next one begins."""
     if job.exact is None or not lease.answer:
         return None
-    return _as_json([*job.exact.exact, *lease.answer])
+    return as_json([*job.exact.exact, *lease.answer])
 
 
-def _as_json(ids: Iterable[int]) -> msgspec.Raw:
+def as_json(ids: Iterable[int]) -> msgspec.Raw:
+    """Token ids as a JSON list."""
     return msgspec.Raw(msgspec.json.encode(list(ids)))
 
 
@@ -223,10 +172,3 @@ async def _both(one: Awaitable[T], other: Awaitable[T]) -> tuple[T, T]:
         for task in tasks:
             task.cancel()
     return first, second
-
-
-def _decoded(answer: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(answer, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise NotRenderedError from error

@@ -82,6 +82,7 @@ def decode_body(
     expected_return_s: float | None = None,
     awaited: PromptRef | None = None,
     prompt_ids: msgspec.Raw | None = None,
+    tells_answer: bool = False,
 ) -> bytes:
     """The decode leg: the client's own body, and where its prompt's KV is.
 
@@ -94,6 +95,7 @@ def decode_body(
         expected_return_s: how long after this turn's end the next is expected.
         awaited: what decode waits for itself, in place of ``prefilled``.
         prompt_ids: the prompt, in place of what the body renders to.
+        tells_answer: the lease is announced with the ids of what was generated.
     """
     leg: dict[str, Any] = dict(theirs(body, api))
     wait_s = expected_return_s if turn_id is not None else None
@@ -103,6 +105,7 @@ def decode_body(
         expected_return_s=wait_s,
         awaited=awaited,
         prompt_ids=prompt_ids,
+        tells_answer=tells_answer,
     )
     if params is not None:
         leg[KV_TRANSFER_PARAMS] = params

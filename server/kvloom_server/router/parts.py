@@ -19,6 +19,7 @@ from .experience import Experience
 from .feed import PROBE_S, Feeds, Followed
 from .membership import FLAGS, Entry
 from .metrics import Metrics
+from .render import Renderer
 from .roster import Roster
 from .seal import Sealer
 from .sources import DnsSource, FileSource, Sources
@@ -95,12 +96,14 @@ def make_parts(
     )
     feeds = _feeds(settings, engines, directory, metrics, wall_clock)
     experience = _experience(settings, metrics)
+    renderer = Renderer(upstream, api_key=api_key)
     warmer = Warmer(
         engines=engines,
         upstream=upstream,
         directory=directory,
         let_go=feeds.let_go,
         experience=experience,
+        renderer=renderer,
         metrics=metrics,
         api_key=api_key,
         max_at_once=settings.max_warm_ups,
@@ -115,9 +118,8 @@ def make_parts(
     )
     exact = ExactTurns(
         engines=engines,
-        upstream=upstream,
+        renderer=renderer,
         metrics=metrics,
-        api_key=api_key,
         is_on=settings.token_exact,
     )
     secrets = _secrets(settings)

@@ -12,6 +12,7 @@ import msgspec
 
 from kvloom.protocol import LeaseRef
 
+from .api import Api
 from .legs import prefill_body
 
 MAX_KEPT_BYTES: Final = 256 * 1024
@@ -27,7 +28,8 @@ _RAW_FALSE: Final = msgspec.Raw(b"false")
 class KeptAnswer:
     """An answer's bytes on their way to the client, up to a bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, api: Api = Api.CHAT) -> None:
+        self._api = api
         self.is_stream = False
         """Whether it comes as events; to be set before it is read."""
         self._parts: list[bytes] = []
@@ -46,6 +48,8 @@ class KeptAnswer:
         if not self._parts:
             return None
         raw = b"".join(self._parts)
+        if self._api is not Api.CHAT:
+            return _of_other(self._api, raw)
         try:
             return _of_stream(raw) if self.is_stream else _of_body(raw)
         except (msgspec.DecodeError, RecursionError):
@@ -106,6 +110,23 @@ def warm_up_body(
     return prefill_body(warm, lease, is_warm_up=True, prompt_ids=prompt_ids)
 
 
+def token_warm_up_body(
+    body: Mapping[str, msgspec.Raw], ids: Iterable[int], lease: LeaseRef | None
+) -> bytes:
+    """The same in tokens, for APIs whose histories are not made of chat messages.
+
+    Args:
+        body: the client's request.
+        ids: its prompt and what was generated.
+        lease: the finished turn's, to pull from.
+    """
+    kept = {n: body[n] for n in ("model", "cache_salt", "priority") if n in body}
+    prompt = msgspec.Raw(msgspec.json.encode(list(ids)))
+    return prefill_body(
+        {**kept, "prompt": prompt}, lease, Api.COMPLETIONS, is_warm_up=True
+    )
+
+
 class _Call(msgspec.Struct):
     index: int = 0
     id: str | None = None
@@ -128,6 +149,22 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
+
+
+_CALL_ENDINGS: Final = {
+    # Within a text every quotation mark is escaped.
+    Api.MESSAGES: re.compile(rb'"stop_reason"\s*:\s*"tool_use"'),
+    Api.RESPONSES: re.compile(rb'"type"\s*:\s*"function_call"'),
+}
+
+
+def _of_other(api: Api, raw: bytes) -> Answered | None:
+    """Of an answer whose history is read in tokens, how it ended."""
+    ending = _CALL_ENDINGS.get(api)
+    if ending is None:
+        return None
+    reason = CALLS if ending.search(raw) else None
+    return Answered(message={}, reasoning="", finish_reason=reason)
 
 
 def _of_body(raw: bytes) -> Answered | None:

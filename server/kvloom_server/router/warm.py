@@ -10,7 +10,7 @@ done, so that a turn loses nothing by it.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -28,7 +28,8 @@ from .job import Job, Prefilled, decoded
 from .learn import Row
 from .metrics import Metrics
 from .plan import Lease, next_prefill
-from .replay import Answered, KeptAnswer, warm_up_body
+from .render import NotRenderedError, Renderer
+from .replay import Answered, KeptAnswer, token_warm_up_body, warm_up_body
 from .standing import Condition
 from .upstream import Upstream, UpstreamError, UpstreamRequest, read_all
 
@@ -43,6 +44,8 @@ MAX_BODY_BYTES: Final = 4 * 1024 * 1024
 MAX_TRIES: Final = 3
 """How often one begins anew after it has made way for a user's leg."""
 
+_CALLING: Final = frozenset({Api.CHAT, Api.RESPONSES, Api.MESSAGES})
+"""APIs that have tool calls."""
 _WARMING: Final = frozenset({ReturnMode.EAGER, ReturnMode.AUTO})
 
 
@@ -79,9 +82,12 @@ class _WarmUp:
     """One warm-up to do."""
 
     tag: bytes
+    job: Job = field(repr=False)
+    """The turn that has ended."""
     engine: Engine
     lease: Lease
-    request: UpstreamRequest
+    ref: LeaseRef
+    answered: Answered = field(repr=False)
 
 
 class Warmer:
@@ -95,6 +101,7 @@ class Warmer:
         directory: Directory,
         let_go: Callable[[Iterable[Let]], None],
         experience: Experience,
+        renderer: Renderer,
         metrics: Metrics,
         api_key: str | None,
         max_at_once: int,
@@ -106,6 +113,7 @@ class Warmer:
         self._directory = directory
         self._let_go = let_go
         self._experience = experience
+        self._renderer = renderer
         self._metrics = metrics
         self._api_key = api_key
         self._is_on = max_at_once > 0
@@ -117,8 +125,15 @@ class Warmer:
 
     def keeper(self, job: Job) -> KeptAnswer | None:
         """What is to take in the turn's answer, where a warm-up may follow it."""
+        return KeptAnswer(job.request.api) if self._may_follow(job) else None
+
+    def reads_tokens(self, job: Job) -> bool:
+        """Whether a warm-up may follow that needs the generated tokens."""
+        return self._may_follow(job) and job.request.api is not Api.CHAT
+
+    def _may_follow(self, job: Job) -> bool:
         is_wanted = self._is_on and job.turn.mode in _WARMING and job.asks_lease
-        return KeptAnswer() if is_wanted and job.request.api is Api.CHAT else None
+        return is_wanted and job.request.api in _CALLING
 
     def ended(self, job: Job, lease: Lease | None, kept: KeptAnswer | None) -> None:
         """A turn was answered in full: warm prefill for the next, if it pays."""
@@ -168,18 +183,18 @@ class Warmer:
         is_auto = job.turn.mode is ReturnMode.AUTO
         if is_auto and not self._experience.pays(job, lease, engine.name):
             return WarmUpOutcome.NOT_WORTH
-        body = None
-        if answered is not None:
-            ids = history_ids(job, lease)
-            body = warm_up_body(job.request.body, answered, ref, prompt_ids=ids)
-        if body is None or len(body) > MAX_BODY_BYTES:
-            return WarmUpOutcome.UNFIT
         if len(self._tasks) >= MAX_WAITING:
             return WarmUpOutcome.DROPPED
-        # A name of its own, which asks for no lease.
-        name = new_turn_id(None)
-        request = job.leg(engine, body, api_key=self._api_key, name=name)
-        return _WarmUp(tag=job.turn.tag, engine=engine, lease=lease, request=request)
+        if answered is None:
+            return WarmUpOutcome.UNFIT
+        return _WarmUp(
+            tag=job.turn.tag,
+            job=job,
+            answered=answered,
+            engine=engine,
+            lease=lease,
+            ref=ref,
+        )
 
     def _engine(self, job: Job) -> Engine | None:
         """The prefill engine that the conversation's next turn will go to."""
@@ -207,6 +222,9 @@ class Warmer:
             self._metrics.warm_up(outcome)
 
     async def _tried(self, warm_up: _WarmUp) -> WarmUpOutcome:
+        request = await self._request(warm_up)
+        if request is None:
+            return WarmUpOutcome.UNFIT
         engine, tries = warm_up.engine, 0
         while tries < MAX_TRIES:
             await engine.idle.wait()
@@ -217,7 +235,7 @@ class Warmer:
                     return WarmUpOutcome.NO_LEASE
                 if engine.num_in_flight:
                     continue
-                outcome = await self._at(warm_up)
+                outcome = await self._at(warm_up, request)
             if outcome is not WarmUpOutcome.YIELDED:
                 return outcome
             tries += 1
@@ -232,14 +250,43 @@ class Warmer:
         """Without its lease a warm-up would compute all of the history."""
         return self._directory.lease(lease.engine, lease.lease_id) is not None
 
-    async def _at(self, warm_up: _WarmUp) -> WarmUpOutcome:
+    async def _request(self, warm_up: _WarmUp) -> UpstreamRequest | None:
+        """What prefill is asked; ``None`` where no history of its form follows."""
+        job, engine = warm_up.job, warm_up.engine
+        is_chat = job.request.api is Api.CHAT
+        body = self._chat(warm_up) if is_chat else await self._tokens(warm_up)
+        if body is None or len(body) > MAX_BODY_BYTES:
+            return None
+        # A name of its own, which asks for no lease.
+        name = new_turn_id(None)
+        leg = job.leg(engine, body, api_key=self._api_key, name=name)
+        path = job.request.api if is_chat else Api.COMPLETIONS
+        return replace(leg, url=engine.spec.url + path)
+
+    def _chat(self, warm_up: _WarmUp) -> bytes | None:
+        ids = history_ids(warm_up.job, warm_up.lease)
+        return warm_up_body(
+            warm_up.job.request.body, warm_up.answered, warm_up.ref, prompt_ids=ids
+        )
+
+    async def _tokens(self, warm_up: _WarmUp) -> bytes | None:
+        job, answer = warm_up.job, warm_up.lease.answer
+        if not answer:
+            return None
+        try:
+            prompt = await self._renderer.render(warm_up.engine, job, job.request.body)
+        except (NotRenderedError, UpstreamError):
+            return None
+        return token_warm_up_body(job.request.body, (*prompt, *answer), warm_up.ref)
+
+    async def _at(self, warm_up: _WarmUp, request: UpstreamRequest) -> WarmUpOutcome:
         engine = warm_up.engine
         began = self._clock()
         way = asyncio.timeout(None)
         try:
             async with way, engine.leg(is_spare=True), asyncio.timeout(TIMEOUT_S):
                 self._running[engine.name] = way
-                response = await self._upstream.send(warm_up.request)
+                response = await self._upstream.send(request)
                 answer = await read_all(response)
         except TimeoutError:
             return WarmUpOutcome.YIELDED if way.expired() else WarmUpOutcome.FAILED
