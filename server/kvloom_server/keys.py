@@ -56,8 +56,17 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
     Raises:
         KeyFileError: the file can't be read, or has another form.
     """
+    return parse_api_keys(_read(path), path=path)
+
+
+def parse_api_keys(text: bytes, *, path: Path) -> dict[bytes, str]:
+    """The same of a file's text; ``path`` is for messages.
+
+    Raises:
+        KeyFileError: it has another form.
+    """
     try:
-        table = tomllib.loads(_read(path).decode())
+        table = tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # The error of a TOML parser names a place; a value is not in it.
         raise KeyFileError(f"{path} is no TOML: {_place(error)}") from None

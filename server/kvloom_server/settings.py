@@ -108,6 +108,7 @@ class RouterSettings(BaseSettings):
     """Sent to the engines as a bearer token. A client's own key never is."""
     upstream_ca_file: Path | None = None
     """Certificates (PEM) that vouch for engines behind ``https://``."""
+    # The key files above and below are followed while the router runs.
     tls_cert: Path | None = None
     tls_key: Path | None = None
     """PEM files, both or none: the router then speaks HTTPS."""

@@ -162,6 +162,71 @@ async def test_keys_are_rotated_without_a_lost_handle(tmp_path: Path) -> None:
         assert await stage.metric("kvloom_handle_total", event="miss_unknown_key") == 1
 
 
+async def answers(stage: Stage, path: str, key: str) -> int:
+    url = stage.router.url + path
+    return (await stage.http.get(url, headers=as_(key))).status_code
+
+
+async def until_answer(stage: Stage, path: str, key: str, status: int) -> None:
+    while await answers(stage, path, key) != status:
+        pass
+
+
+async def test_keys_are_given_and_taken_without_a_restart(
+    keys: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tenant more, a tenant less, another admin; the file that is no good any more
+    changes nothing, and no log shows a key."""
+    caplog.set_level(logging.INFO)
+    gamma, other = "gamma-key-0123456789abcdef", "other-key-0123456789abcdef"
+    async with staged(settings=keys | {"file_interval_s": 0.01}) as stage:
+        assert await answers(stage, "/v1/models", gamma) == 401
+        clients = keys["client_keys_file"]
+        clients.write_text(f'acme = "{ACME}"\ngamma = "{gamma}"\n')
+        await until_answer(stage, "/v1/models", gamma, 200)
+        await until_answer(stage, "/v1/models", BETA, 401)
+        clients.write_text(f'acme = "{ACME}"\ngamma = "short"\n')
+        keys["admin_keys_file"].write_text(f'ops = "{other}"\n')
+        await until_answer(stage, "/kvloom/engines", other, 200)
+        assert await answers(stage, "/kvloom/engines", OPS) == 401
+        while "client_keys_ignored" not in caplog.text:
+            await answers(stage, "/health", ACME)
+        assert await answers(stage, "/v1/models", ACME) == 200
+        assert await answers(stage, "/v1/models", gamma) == 200
+    for key in (ACME, BETA, OPS, gamma, other):
+        assert key not in caplog.text
+
+
+async def test_what_seals_handles_is_rotated_without_a_restart(tmp_path: Path) -> None:
+    """A new key on top of the file seals from now on, and the old one still opens;
+    once it is gone its handles are misses."""
+    file = tmp_path / "keys"
+    file.write_text("the-old-key-the-old-key\n")
+    settings = {"handle_key_file": file, "file_interval_s": 0.01}
+    async with staged(settings=settings) as stage:
+        first = await stage.turn(opening())
+        assert first.handle is not None
+        assert await sealed_by(stage, first.handle, change=False) == first.handle[:6]
+        file.write_text("the-new-key-the-new-key\nthe-old-key-the-old-key\n")
+        await sealed_by(stage, first.handle, change=True)
+        carried = {"kv_transfer_params": {"kvloom": first.handle}}
+        messages = follow_up(opening(), first.message)
+        await stage.turn(messages, extra_body=carried)
+        assert not await stage.metric("kvloom_handle_total", event="miss_unknown_key")
+        file.write_text("the-new-key-the-new-key\n")
+        while not await stage.metric("kvloom_handle_total", event="miss_unknown_key"):
+            await stage.turn(messages, extra_body=carried)
+
+
+async def sealed_by(stage: Stage, handle: str, *, change: bool) -> str:
+    """The key id in new handles, once it is another one than in ``handle``."""
+    while True:
+        told = await stage.turn(opening("who seals this? "))
+        assert told.handle is not None
+        if not change or told.handle[:6] != handle[:6]:
+            return told.handle[:6]
+
+
 # --- the end of a conversation
 
 

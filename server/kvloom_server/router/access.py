@@ -38,6 +38,10 @@ class KeyRing:
 
     def __init__(self, names: Mapping[bytes, str]) -> None:
         """``names``: whose key it is, by the key's SHA-256."""
+        self.renew(names)
+
+    def renew(self, names: Mapping[bytes, str]) -> None:
+        """Other keys, from now on."""
         # Looked up by a digest under a key that nobody knows, so that the time
         # of a miss says nothing about the keys that are there.
         self._blind = secrets.token_bytes(32)

@@ -6,15 +6,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.resources import files
-from pathlib import Path
 from typing import Final
 
 from prometheus_client import CollectorRegistry
 
-from kvloom_server.keys import read_api_keys
 from kvloom_server.settings import RouterSettings
 
-from .access import Access, KeyRing, is_loopback
+from .access import Access, is_loopback
 from .admin import AdminApi
 from .app import RouterApp
 from .background import started, stopped
@@ -116,7 +114,12 @@ def build_app(
             ended=parts.ended,
             roster=parts.roster,
         ),
-        access=_access(settings),
+        access=Access(
+            clients=parts.keys.clients,
+            admins=parts.keys.admins,
+            is_local=is_loopback(settings.host),
+            has_open_metrics=settings.open_metrics,
+        ),
         metrics=parts.metrics,
         operator=operator,
         running=running,
@@ -228,19 +231,6 @@ def _aiohttp(settings: RouterSettings) -> AiohttpUpstream:
         idle_timeout_s=settings.idle_timeout_s,
         ca_file=settings.upstream_ca_file,
     )
-
-
-def _access(settings: RouterSettings) -> Access:
-    return Access(
-        clients=_key_ring(settings.client_keys_file),
-        admins=_key_ring(settings.admin_keys_file),
-        is_local=is_loopback(settings.host),
-        has_open_metrics=settings.open_metrics,
-    )
-
-
-def _key_ring(file: Path | None) -> KeyRing | None:
-    return None if file is None else KeyRing(read_api_keys(file))
 
 
 async def _sweep(parts: Parts) -> None:

@@ -17,6 +17,7 @@ from .engines import Engines
 from .exact_turns import ExactTurns
 from .experience import Experience
 from .feed import PROBE_S, Feeds, Followed
+from .key_files import KeyFiles
 from .membership import FLAGS, Entry
 from .metrics import Metrics
 from .render import Renderer
@@ -51,6 +52,7 @@ class Parts:
     exact: ExactTurns
     tenancy: Tenancy
     sealer: Sealer
+    keys: KeyFiles
     metrics: Metrics
     chronicle: Chronicle
     clock: Callable[[], float]
@@ -123,6 +125,9 @@ def make_parts(
         is_on=settings.token_exact,
     )
     secrets = _secrets(settings)
+    sealer = Sealer(secrets, cluster=settings.cluster_name)
+    tenancy = Tenancy(secrets)
+    keys = KeyFiles(settings, sealer=sealer, tenancy=tenancy)
     return Parts(
         settings=settings,
         upstream=upstream,
@@ -131,7 +136,7 @@ def make_parts(
         directory=directory,
         feeds=feeds,
         roster=roster,
-        sources=_sources(settings, roster),
+        sources=_sources(settings, roster, keys),
         ended=EndedConversations(
             directory=directory,
             feeds=feeds,
@@ -141,8 +146,9 @@ def make_parts(
         warmer=warmer,
         experience=experience,
         exact=exact,
-        tenancy=Tenancy(secrets),
-        sealer=Sealer(secrets, cluster=settings.cluster_name),
+        tenancy=tenancy,
+        sealer=sealer,
+        keys=keys,
         metrics=metrics,
         chronicle=Chronicle(traces=traces, clock=clock, wall_clock=wall_clock),
         clock=clock,
@@ -204,7 +210,7 @@ def _is_busy(engine: Engine) -> bool:
     return engine.num_in_flight > 0
 
 
-def _sources(settings: RouterSettings, roster: Roster) -> Sources:
+def _sources(settings: RouterSettings, roster: Roster, keys: KeyFiles) -> Sources:
     """Where engines are named; those of the flags and the file are members."""
     named = ((Role.PREFILL, settings.prefill), (Role.DECODE, settings.decode))
     flags = [Entry(role=role, spec=spec) for role, specs in named for spec in specs]
@@ -216,7 +222,7 @@ def _sources(settings: RouterSettings, roster: Roster) -> Sources:
         )
         file.read_first()
     dns = DnsSource(roster=roster, interval_s=settings.dns_interval_s)
-    return Sources(file=file, dns=dns)
+    return Sources(file=file, dns=dns, keys=keys.watched)
 
 
 def _secrets(settings: RouterSettings) -> list[bytes]:

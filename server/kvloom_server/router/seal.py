@@ -72,9 +72,18 @@ class Sealer:
         Raises:
             ValueError: there is no secret.
         """
+        self._cluster = cluster
+        self.renew(secrets_)
+
+    def renew(self, secrets_: Sequence[bytes]) -> None:
+        """Other secrets, from now on; handles under none of them are misses.
+
+        Raises:
+            ValueError: there is no secret.
+        """
         if not secrets_:
             raise ValueError("a sealer needs at least one secret")
-        derived = [_derived(secret, cluster) for secret in secrets_]
+        derived = [_derived(secret, self._cluster) for secret in secrets_]
         self._current = derived[0][0]
         # The first secret wins when two have the same key id.
         self._ciphers = {key[0]: AESGCM(key[1:]) for key in reversed(derived)}

@@ -1,15 +1,13 @@
 """Where engines are named while the router runs: a watched file, and DNS.
 
-Both are polled: that sees a file that was replaced, a link that was turned (as
-Kubernetes does), and a network drive, where notifications see only some. Bad news
-changes nothing: the last good set stays, and the log says why.
+Bad news changes nothing: the last good set stays, and the log says why.
 """
 
 import asyncio
 import logging
 import socket
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +18,7 @@ from .background import started, stopped
 from .engine import Role
 from .membership import FILE, Entry
 from .roster import Roster
+from .watched import WatchedFile
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +74,10 @@ class FileSource:
     """A file that names engines."""
 
     def __init__(self, path: Path, *, roster: Roster, interval_s: float) -> None:
-        self._path = path
         self._roster = roster
-        self._interval_s = interval_s
-        self._applied: bytes | None = None
-        self._seen: bytes | None = None
-        self._complaint = ""
+        self._file = WatchedFile(
+            path, name="engines_file", interval_s=interval_s, apply=self._say
+        )
 
     def read_first(self) -> None:
         """Name the engines that are in the file at start.
@@ -88,50 +85,26 @@ class FileSource:
         Raises:
             EnginesFileError: it can't be read, or has another form.
         """
+        path = self._file.path
         try:
-            text = self._path.read_bytes()
-            entries = parse_engines(text)
+            self._file.read_first()
         except OSError as error:
             raise EnginesFileError(
-                f"the engines file {self._path} can't be read ({error.strerror})"
+                f"the engines file {path} can't be read ({error.strerror})"
             ) from error
         except EnginesFileError as error:
-            raise EnginesFileError(f"the engines file {self._path}: {error}") from None
-        self._applied = self._seen = text
-        self._roster.say(FILE, entries)
+            raise EnginesFileError(f"the engines file {path}: {error}") from None
 
     async def watch(self) -> None:
         """Follow the file until cancelled."""
-        while True:
-            await asyncio.sleep(self._interval_s)
-            await self.look()
+        await self._file.watch()
 
     async def look(self) -> None:
-        """Take over what the file says, once two looks in a row saw the same: a
-        file that is being written is left alone."""
-        try:
-            text = await asyncio.to_thread(self._path.read_bytes)
-        except OSError as error:
-            self._complain(f"it can't be read ({error.strerror})")
-            return
-        is_settled, self._seen = text == self._seen, text
-        if not is_settled:
-            return
-        if text == self._applied:
-            self._complaint = ""
-            return
-        try:
-            entries = parse_engines(text)
-        except EnginesFileError as error:
-            self._complain(str(error))
-            return
-        self._applied, self._complaint = text, ""
-        self._roster.say(FILE, entries)
+        """Take over what the file says now."""
+        await self._file.look()
 
-    def _complain(self, why: str) -> None:
-        if why != self._complaint:
-            self._complaint = why
-            log.warning("event=engines_file_ignored file=%s: %s", self._path, why)
+    def _say(self, text: bytes) -> None:
+        self._roster.say(FILE, parse_engines(text))
 
 
 class DnsSource:
@@ -178,9 +151,16 @@ class DnsSource:
 class Sources:
     """All sources that change by themselves. One a router."""
 
-    def __init__(self, *, file: FileSource | None, dns: DnsSource) -> None:
+    def __init__(
+        self,
+        *,
+        file: FileSource | None,
+        dns: DnsSource,
+        keys: Sequence[WatchedFile] = (),
+    ) -> None:
         self._file = file
         self._dns = dns
+        self._keys = keys
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -192,6 +172,7 @@ class Sources:
             watches = [(self._dns.watch(), "dns")]
             if self._file is not None:
                 watches.append((self._file.watch(), "engines-file"))
+            watches += [(file.watch(), file.name) for file in self._keys]
             for watch, name in watches:
                 task = started(watch, name=f"kvloom-{name}")
                 stack.push_async_callback(stopped, task)

@@ -28,6 +28,10 @@ class Tenancy:
         """``secrets``: what seals handles; the last one counts here, so that
         replicas in the middle of a rotation agree, and caches stay warm until
         the old secret goes."""
+        self.renew(secrets)
+
+    def renew(self, secrets: Sequence[bytes]) -> None:
+        """Other secrets, from now on."""
         secret = secrets[-1]
         self._key = hashlib.blake2b(secret, person=b"kvloom-salt").digest()
 
