@@ -1,7 +1,6 @@
 """Two bare engines, asked without a router: what only the connectors decide."""
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -174,6 +173,16 @@ class Duo:
     def frozen(self, role: Role) -> AbstractContextManager[None]:
         """An engine's core stands still for the time of the block."""
         return frozen(self._processes[self._slot(role).name].pid)
+
+    def member(self, role: Role) -> str:
+        """An engine as `kvloom serve` takes it."""
+        slot = self._slot(role)
+        return f"{slot.url},lease={slot.lease_address}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a process that belongs to these engines."""
+        return {**os.environ, "TMPDIR": str(self._folder)}
 
     # ── asking ───────────────────────────────────────────────────────────────
 
@@ -364,25 +373,6 @@ class Duo:
 
 
 _REPLAYED = ("role", "content", "tool_calls")
-
-
-def reserialised(message: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments another JSON library wrote again."""
-    calls = [
-        call
-        | {
-            "function": call["function"]
-            | {
-                "arguments": json.dumps(
-                    json.loads(call["function"]["arguments"]),
-                    indent=2,
-                    sort_keys=True,
-                )
-            }
-        }
-        for call in message["tool_calls"]
-    ]
-    return message | {"tool_calls": calls}
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -1,5 +1,6 @@
 """Conversations of two turns, for tests that look at the engines."""
 
+import json
 from typing import Any
 
 from duo import Duo, Turn
@@ -31,3 +32,22 @@ def second_turn(
     turn = duo.turn(again, lease=duo.ref(first.lease_id), **body)
     assert turn.output == truth
     return again, turn
+
+
+def reserialised(message: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments another JSON library wrote again."""
+    calls = [
+        call
+        | {
+            "function": call["function"]
+            | {
+                "arguments": json.dumps(
+                    json.loads(call["function"]["arguments"]),
+                    indent=2,
+                    sort_keys=True,
+                )
+            }
+        }
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}

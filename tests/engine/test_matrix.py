@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from duo import Duo, Turn, reserialised
+from duo import Duo, Turn
+from letters import reserialised
 from shelf import Shelf
 from waiting import attempts, common_prefix_len
 
