@@ -18,6 +18,17 @@ def lane_of(checkpoint_ns: str) -> str:
     return "|".join(part.split(":", 1)[0] for part in parts)
 
 
+def agent_names(config: Mapping[str, object]) -> frozenset[str]:
+    """What the running agent may be called: its own name, and its nodes'."""
+    configurable, metadata = config.get("configurable"), config.get("metadata")
+    names: set[str] = set()
+    if isinstance(configurable, Mapping):
+        names |= set(lane_of(str(configurable.get("checkpoint_ns") or "")).split("|"))
+    if isinstance(metadata, Mapping):
+        names.add(str(metadata.get("lc_agent_name") or ""))  # create_agent's
+    return frozenset(names - {""})
+
+
 def conversation_in(
     config: Mapping[str, object] | None, *, namespace: str | None = None
 ) -> Conversation | None:

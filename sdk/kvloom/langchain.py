@@ -26,7 +26,7 @@ from ._conversation import current
 from ._dialect import DialectName
 from ._report import REPORT_KEY
 from ._store import HandleStore, MemoryStore
-from ._thread import conversation_in
+from ._thread import agent_names, conversation_in
 from .openai import AsyncOpenAI, OpenAI
 from .protocol import CONVERSATION_HEADER
 
@@ -203,16 +203,18 @@ class ChatKVLoom(BaseChatOpenAI):
     ) -> dict[str, Any]:
         messages = self._convert_input(input_).to_messages()
         payload = super()._get_request_payload(messages, stop=stop, **kwargs)
-        headers = self._conversation_headers(ensure_config())
+        config = ensure_config()
+        headers = self._conversation_headers(config)
         headers = {**headers, **(payload.get("extra_headers") or {})}
         body = _merged(self.extra_body or {}, kwargs.get("extra_body") or {})
         payload |= {"extra_headers": headers} if headers else {}
         payload |= {"extra_body": body} if body else {}
+        names = agent_names(config)
         for message, outgoing in zip(
             messages, payload.get("messages", ()), strict=False
         ):
             if isinstance(message, AIMessage):
-                _messages.replay(message, outgoing)
+                _messages.replay(message, outgoing, own_names=names)
         return payload
 
     def _create_chat_result(
