@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ._conversation import Conversation
+from ._extras import needing
 
 
 def lane_of(checkpoint_ns: str) -> str:
@@ -51,6 +52,7 @@ class ThreadSource:
 
     def __call__(self) -> Conversation | None:
         # Where a graph runs this is loaded, and nowhere else is it needed.
-        from langchain_core.runnables import ensure_config
+        with needing("langgraph"):
+            from langchain_core.runnables import ensure_config
 
         return conversation_in(ensure_config(), namespace=self.namespace)
