@@ -1,14 +1,15 @@
 """Keeps an assistant message as the model wrote it, for the turns that follow.
 
-LangChain drops reasoning, writes tool-call arguments anew and makes empty content
-null. Each of these changes the prompt of the next turn somewhere in its middle,
-and all that stands behind is computed again. What is needed to undo that is kept
-in ``additional_kwargs``, in a form that LangChain merges rightly over chunks:
-strings that grow, and flags that are equal wherever they stand.
+LangChain drops reasoning, writes tool-call arguments anew, makes empty content
+null and signs an agent's messages with its name. Each of these changes the prompt
+of the next turn somewhere in its middle, and all that stands behind is computed
+again. What is needed to undo that is kept in ``additional_kwargs``, in a form that
+LangChain merges rightly over chunks: strings that grow, and flags that are equal
+wherever they stand.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from langchain_core.messages import AIMessage
@@ -41,7 +42,9 @@ def forget(message: AIMessage) -> None:
     message.additional_kwargs.pop(REASONING, None)
 
 
-def replay(message: AIMessage, outgoing: dict[str, Any]) -> None:
+def replay(
+    message: AIMessage, outgoing: dict[str, Any], *, own_names: Collection[str] = ()
+) -> None:
     """Puts into ``outgoing`` what was kept of ``message``.
 
     What somebody has edited since is sent as edited.
@@ -49,7 +52,11 @@ def replay(message: AIMessage, outgoing: dict[str, Any]) -> None:
     Args:
         message: the message as the graph holds it.
         outgoing: the same message as LangChain is about to send it; changed.
+        own_names: of the agent that asks. The model did not write its own name
+            into what it said; other agents' names tell it who spoke.
     """
+    if outgoing.get("name") in own_names:
+        del outgoing["name"]
     kept = message.additional_kwargs.get(KEPT)
     kept = kept if isinstance(kept, Mapping) else {}
     reasoning = message.additional_kwargs.get(REASONING)

@@ -3,11 +3,13 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from langchain.agents.middleware import AgentMiddleware
-from langchain.agents.middleware.types import ModelRequest, ModelResponse
-
 from ._conversation import speaking_in
+from ._extras import needing
 from ._thread import ThreadSource
+
+with needing("langgraph"):
+    from langchain.agents.middleware import AgentMiddleware
+    from langchain.agents.middleware.types import ModelRequest, ModelResponse
 
 
 class KVLoomMiddleware(AgentMiddleware[Any, Any, Any]):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ._conversation import Conversation
+from ._extras import needing
 
 
 def lane_of(checkpoint_ns: str) -> str:
@@ -16,6 +17,17 @@ def lane_of(checkpoint_ns: str) -> str:
     # A part of digits alone counts the calls of one subgraph.
     parts = [part for part in checkpoint_ns.split("|") if not part.isdigit()]
     return "|".join(part.split(":", 1)[0] for part in parts)
+
+
+def agent_names(config: Mapping[str, object]) -> frozenset[str]:
+    """What the running agent may be called: its own name, and its nodes'."""
+    configurable, metadata = config.get("configurable"), config.get("metadata")
+    names: set[str] = set()
+    if isinstance(configurable, Mapping):
+        names |= set(lane_of(str(configurable.get("checkpoint_ns") or "")).split("|"))
+    if isinstance(metadata, Mapping):
+        names.add(str(metadata.get("lc_agent_name") or ""))  # create_agent's
+    return frozenset(names - {""})
 
 
 def conversation_in(
@@ -40,6 +52,7 @@ class ThreadSource:
 
     def __call__(self) -> Conversation | None:
         # Where a graph runs this is loaded, and nowhere else is it needed.
-        from langchain_core.runnables import ensure_config
+        with needing("langgraph"):
+            from langchain_core.runnables import ensure_config
 
         return conversation_in(ensure_config(), namespace=self.namespace)

@@ -11,9 +11,11 @@ all others pass untouched. Where a kvloom OpenAI client can be used, use that: i
 knows more of a turn, and retries it. For the older httpx see :mod:`kvloom.httpx`.
 """
 
-import httpx2
-
+from ._extras import needing
 from ._http import AsyncCarrying, SyncCarrying
+
+with needing("httpx2"):
+    import httpx2
 
 __all__ = ["AsyncClient", "Client"]
 

@@ -13,20 +13,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import TYPE_CHECKING, Any, Self
 
 import openai as openai_sdk
-from langchain_core.language_models import LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableConfig, ensure_config
-from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, SecretStr, model_validator
+
+from ._extras import needing
+
+with needing("langgraph"):
+    from langchain_core.language_models import LanguageModelInput
+    from langchain_core.messages import AIMessage, AIMessageChunk
+    from langchain_core.outputs import ChatGenerationChunk, ChatResult
+    from langchain_core.runnables import RunnableConfig, ensure_config
+    from langchain_openai.chat_models.base import BaseChatOpenAI
 
 from . import _messages
 from ._carry import Carrier, Carry, Returns
 from ._conversation import current
-from ._dialect import DialectName
+from ._dialect import DialectName, dialect_of
+from ._outgoing import header
 from ._report import REPORT_KEY
 from ._store import HandleStore, MemoryStore
-from ._thread import conversation_in
+from ._thread import agent_names, conversation_in
 from .openai import AsyncOpenAI, OpenAI
 from .protocol import CONVERSATION_HEADER
 
@@ -183,16 +188,29 @@ class ChatKVLoom(BaseChatOpenAI):
         """
         if not (config or {}).get("configurable"):
             return kwargs
-        headers = self._conversation_headers(ensure_config(config))
-        given = {**headers, **(kwargs.get("extra_headers") or {})}
+        given = self._headers(ensure_config(config), kwargs.get("extra_headers"))
         return {**kwargs, "extra_headers": given} if given else kwargs
 
-    def _conversation_headers(self, config: RunnableConfig) -> dict[str, str]:
-        is_named = current() is not None or self.carry == "off"
+    def _headers(
+        self, config: RunnableConfig, given: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """The headers of a call, which name the conversation of ``config`` unless
+        something nearer does."""
+        given = given or {}
+        is_named = (
+            current() is not None
+            or self.carry == "off"
+            or header(given, CONVERSATION_HEADER) is not None
+        )
         named = None if is_named else conversation_in(config)
         if named is None:
-            return {}
-        return {CONVERSATION_HEADER: named.id(default_namespace=self.namespace)}
+            return dict(given)
+        headers = {CONVERSATION_HEADER: named.id(default_namespace=self.namespace)}
+        if named.lane:
+            thread_id = named.thread_id(default_namespace=self.namespace)
+            parents = dialect_of(self.dialect).thread_headers
+            headers |= dict.fromkeys(parents, thread_id)
+        return {**headers, **given}
 
     def _get_request_payload(
         self,
@@ -203,16 +221,17 @@ class ChatKVLoom(BaseChatOpenAI):
     ) -> dict[str, Any]:
         messages = self._convert_input(input_).to_messages()
         payload = super()._get_request_payload(messages, stop=stop, **kwargs)
-        headers = self._conversation_headers(ensure_config())
-        headers = {**headers, **(payload.get("extra_headers") or {})}
+        config = ensure_config()
+        headers = self._headers(config, payload.get("extra_headers"))
         body = _merged(self.extra_body or {}, kwargs.get("extra_body") or {})
         payload |= {"extra_headers": headers} if headers else {}
         payload |= {"extra_body": body} if body else {}
+        names = agent_names(config)
         for message, outgoing in zip(
             messages, payload.get("messages", ()), strict=False
         ):
             if isinstance(message, AIMessage):
-                _messages.replay(message, outgoing)
+                _messages.replay(message, outgoing, own_names=names)
         return payload
 
     def _create_chat_result(

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from ._conversation import speaking_in
+from ._extras import needing
 from ._thread import ThreadSource, conversation_in, lane_of
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def retry_on(error: Exception) -> bool:
     (``max_retries=0``), and streams that broke off before their first word. All
     else is LangGraph's own choice.
     """
-    from langgraph.types import RetryPolicy
+    with needing("langgraph"):
+        from langgraph.types import RetryPolicy
 
     from ._retry import is_worth_a_new_try
 

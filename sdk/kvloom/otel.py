@@ -12,9 +12,12 @@ some. No prompt, answer, handle or raw thread id is recorded.
 import time
 from typing import Final
 
-from opentelemetry import metrics, trace
-from opentelemetry.metrics import MeterProvider
-from opentelemetry.trace import SpanKind, StatusCode, TracerProvider
+from ._extras import needing
+
+with needing("otel"):
+    from opentelemetry import metrics, trace
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import SpanKind, StatusCode, TracerProvider
 
 from .protocol import PlanReport
 from .telemetry import (

@@ -313,6 +313,25 @@ def test_a_model_is_told_who_carries_and_how() -> None:
         _model(router, dialect="nonsense")
 
 
+def test_dynamo_is_told_the_thread_of_a_graphs_lane() -> None:
+    """A sub-agent's chain points to its thread's, unless I name another."""
+    router = FakeRouter(plan=None)
+    model = _model(router, dialect="dynamo")
+    place = {"thread_id": "t", "checkpoint_ns": "math:1f0c|model:77aa"}
+
+    model.invoke("hi", {"configurable": place})
+    model.invoke("hi", {"configurable": place}, extra_headers={"X-Session-ID": "mine"})
+
+    lane = conversation_id(namespace="", thread="t", lane="math|model")
+    told = [
+        {k: v for k, v in seen.headers.items() if "dynamo" in k} for seen in router.seen
+    ]
+    assert told == [
+        {"x-dynamo-session-id": lane, "x-dynamo-parent-session-id": ID},
+        {"x-dynamo-session-id": "mine"},
+    ]
+
+
 def test_the_tools_times_are_told_to_the_router() -> None:
     """From the second round of tools on, the router knows how long they take."""
     router = FakeRouter(script=lambda body: _asks_tool())

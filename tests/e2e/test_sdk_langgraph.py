@@ -16,7 +16,7 @@ from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
-from langgraph.types import Send
+from langgraph.types import Command, Send, interrupt
 
 import kvloom
 from kvloom.langgraph import KVLoomMiddleware, conversation_of, wrap
@@ -258,6 +258,28 @@ def test_a_thread_that_was_given_a_context_is_in_the_conversation() -> None:
 
     assert warned == []
     assert [seen.conversation for seen in router.seen] == [_id("talk"), None]
+
+
+def test_a_resumed_node_sends_no_handle_twice() -> None:
+    """A node that was interrupted is run again: what its first run used up is gone,
+    and the conversation is the same."""
+    router = FakeRouter()
+    client = _client(router)
+
+    def speak(state: State) -> dict[str, list[str]]:
+        messages: list[Any] = [{"role": "user", "content": t} for t in state["said"]]
+        client.chat.completions.create(model="m", messages=messages)
+        return {"said": [str(interrupt("go on?"))]}
+
+    graph = wrap(_graph(speak))
+    graph.invoke({"said": ["one"]}, CONFIG)
+    graph.invoke(Command(resume="yes"), CONFIG)
+    graph.invoke({"said": ["two"]}, CONFIG)
+    graph.invoke(Command(resume="yes"), CONFIG)
+
+    assert [seen.conversation for seen in router.seen] == [_id("talk")] * 4
+    handles = [seen.handle for seen in router.seen]
+    assert handles == [None, *list(router.issued)[:3]]
 
 
 @pytest.mark.parametrize("store", ["memory", "sqlite"])

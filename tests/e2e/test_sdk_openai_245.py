@@ -1,16 +1,11 @@
-"""The SDK on the oldest openai that it supports: 2.45, which has httpx.
-
-The environment is made from PyPI once and kept in pytest's cache. Without PyPI
-the test is skipped, unless ``CI`` is set.
-"""
+"""The SDK on the oldest openai that it supports: 2.45, which has httpx."""
 
 import os
 import subprocess
-import sys
-import venv
 from pathlib import Path
 
 import pytest
+from environments import interpreter
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,21 +33,7 @@ TESTS = (
 @pytest.fixture(scope="module")
 def python(request: pytest.FixtureRequest) -> Path:
     """The interpreter of an environment that has openai 2.45."""
-    assert request.config.cache is not None
-    home = Path(request.config.cache.mkdir("openai-2.45"))
-    interpreter, stamp = home / "bin" / "python", home / "needs"
-    wanted = " ".join((sys.version, *NEEDS))
-    if stamp.exists() and stamp.read_text() == wanted:
-        return interpreter
-    venv.create(home, clear=True)
-    pip = [sys.executable, "-m", "pip", "--python", interpreter, "install"]
-    pip += ["--quiet", "--no-compile", "--retries=1", *NEEDS]
-    made = subprocess.run(pip, capture_output=True, text=True, check=False)
-    if made.returncode != 0 and "CI" not in os.environ:
-        pytest.skip(f"PyPI cannot be reached: {made.stderr.strip()[-200:]}")
-    assert made.returncode == 0, made.stderr
-    stamp.write_text(wanted)
-    return interpreter
+    return interpreter(request.config, "openai-2.45", NEEDS)
 
 
 def test_all_of_it_holds_on_openai_2(python: Path) -> None:

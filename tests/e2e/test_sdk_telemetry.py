@@ -175,6 +175,37 @@ def test_a_handle_that_stays_behind_has_its_reason(
     assert started[-1].carried is carried
 
 
+_SAID = {"role": "assistant", "content": "4", "reasoning": "two and two"}
+_TALK: list[Any] = [*HELLO, _SAID, {"role": "user", "content": "sure?"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "more"),
+    [
+        ([*HELLO, {**_SAID, "content": "5"}, *_TALK[2:]], {}),
+        ([*HELLO, {**_SAID, "reasoning": None}, *_TALK[2:]], {}),
+        ([*HELLO, _SAID, {"role": "user", "content": "why?"}], {}),
+        ([{"role": "user", "content": "We talked of sums."}, *_TALK[2:]], {}),
+        (_TALK, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ],
+    ids=["edited", "reasoning stripped", "forked", "summed up", "other tools"],
+)
+def test_another_history_goes_without_a_handle_and_says_so(
+    messages: list[Any], more: dict[str, Any]
+) -> None:
+    """Each way in which a history may change under way."""
+    events: list[Event] = []
+    client = _client(FakeRouter(), kvloom_events=events.append)
+
+    with client.conversation("t"):
+        _ask(client, _TALK)
+        _ask(client, [*messages, _SAID, *HELLO], **more)
+        _ask(client, [*_TALK, _SAID, *HELLO])
+
+    started = [event.carried for event in events if isinstance(event, TurnStarted)]
+    assert started == [Carried.NOTHING_FITS, Carried.NOTHING_FITS, Carried.HANDLE]
+
+
 def test_a_server_without_handles_is_noticed_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

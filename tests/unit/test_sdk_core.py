@@ -303,7 +303,15 @@ def test_the_public_surface_is_what_it_says() -> None:
         _ = kvloom.nonsense
 
 
-INTEGRATIONS = ["openai", "langchain", "langgraph", "httpx", "telemetry", "otel"]
+INTEGRATIONS = [
+    "openai",
+    "langchain",
+    "langgraph",
+    "httpx",
+    "httpx2",
+    "telemetry",
+    "otel",
+]
 
 
 @pytest.mark.parametrize("module", INTEGRATIONS)

@@ -8,15 +8,18 @@
 Needs the extra ``kvloom[testing]``.
 """
 
-from .answers import Answer, Call, Context, Responder, respond, thoughtful
-from .cluster import FakeCluster, FakeServer
-from .engine import FakeEngine
-from .fabric import FakeFabric, Read
-from .faults import EngineDiedError, Faults, FinishedTurn, RecordedRequest
-from .leases import LeaseService
-from .options import EngineOptions, Options
-from .template import render_chat
-from .tokens import decode, encode
+from kvloom._extras import needing
+
+with needing("testing"):
+    from .answers import Answer, Call, Context, Responder, respond, thoughtful
+    from .cluster import FakeCluster, FakeServer
+    from .engine import FakeEngine
+    from .fabric import FakeFabric, Read
+    from .faults import EngineDiedError, Faults, FinishedTurn, RecordedRequest
+    from .leases import LeaseService
+    from .options import EngineOptions, Options
+    from .template import render_chat
+    from .tokens import decode, encode
 
 __all__ = [
     "Answer",

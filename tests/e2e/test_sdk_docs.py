@@ -1,0 +1,77 @@
+"""What ``docs/sdk.md`` says of the SDK is what it does."""
+
+import re
+from collections.abc import Iterator
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import readme
+from e2e.served import Served, served
+from readme import ROOT
+
+SDK = ROOT / "docs" / "sdk.md"
+SAMPLES = readme.blocks("python", SDK)
+HERE = "http://127.0.0.1:8000/v1"
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Served]:
+    """A router, as `kvloom up` starts one."""
+    with served() as stage:
+        yield stage
+
+
+# Clients that a sample leaves open are closed with its process.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("sample", SAMPLES, ids=range(len(SAMPLES)))
+def test_every_sample_runs(
+    sample: str, here: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied out of the document, it asks a router and ends well."""
+    assert HERE in sample
+    monkeypatch.chdir(tmp_path)
+    before = len(here.stage.cluster.decode[0].engine.finished)
+    code = sample.replace(HERE, here.base_url).replace('"smollm2"', f'"{here.model}"')
+
+    exec(compile(code, SDK.name, "exec"), {"__name__": "__main__"})
+
+    assert len(here.stage.cluster.decode[0].engine.finished) > before
+
+
+def _surface() -> Any:
+    spec = util.spec_from_file_location("surface", ROOT / "docs" / "write_surface.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_public_name_is_in_the_document() -> None:
+    """`python docs/write_surface.py` writes the list; it is ``__all__``'s."""
+    text = SDK.read_text()
+    surface = _surface()
+
+    assert surface.updated(text) == text
+    for name in surface.MODULES:
+        table = text.partition(f"**{name}**")[2].partition("\n**")[0]
+        told = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
+        assert sorted(told) == sorted(import_module(name).__all__)
+
+
+def test_every_public_module_is_in_the_document() -> None:
+    """Whatever has no underscore; what is no client has its own place."""
+    folder = ROOT / "sdk" / "kvloom"
+    modules = {p.stem for p in folder.iterdir() if not p.stem.startswith("_")}
+    elsewhere = {"protocol", "testing", "py"}  # py.typed
+
+    told = {name.removeprefix("kvloom.") for name in _surface().MODULES} - {"kvloom"}
+    assert told == modules - elsewhere
+
+
+def test_links_of_the_document_lead_somewhere() -> None:
+    """Within the repository."""
+    for path in re.findall(r"\]\(([^)#]+)\)", SDK.read_text()):
+        assert (SDK.parent / path).exists(), path
