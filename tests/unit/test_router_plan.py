@@ -71,6 +71,15 @@ def test_the_lease_in_the_handle_comes_before_the_newest() -> None:
     assert decided.decode == "d0"
 
 
+def test_a_branch_without_a_handle_finds_its_own_lease() -> None:
+    """Of several branches' leases the one that the turn certainly goes on from, with
+    the least that is new, whichever is newest."""
+    newest, mine, root = lease("newest"), lease("mine"), lease("root")
+    turn = replace(TURN, news={"mine": 20, "root": 400})
+    decided = plan(turn, known(newest, root, mine), fleet(), NOW)
+    assert decided.lease == mine
+
+
 def test_the_newest_lease_serves_a_turn_without_a_handle() -> None:
     """A client that carries nothing still gets reuse."""
     decided = plan(TURN, known(lease("newest"), lease("older")), fleet(), NOW)

@@ -22,8 +22,9 @@ from kvloom.protocol import (
 from .identity import tag_of
 from .plan import Conversation, Lease, Warm
 
-MAX_LEASES: Final = 4
-"""Live leases a conversation: forks and branches; the newest are kept."""
+MAX_LEASES: Final = 16
+"""Live leases a conversation: forks, and branches that a graph sends out at once;
+the newest are kept."""
 
 CONTINUED_SHARE: Final = 0.75
 """A turn that reused this much of a lease continues it; less is a fork, whose
@@ -34,7 +35,8 @@ CONVERSATION_BYTES: Final = 800
 """Memory of one entry without its leases, at most, with the tables' share of it
 (CPython 3.11, 64 bits; a test measures it)."""
 LEASE_BYTES: Final = 300
-"""Memory of one lease, likewise: with ``MAX_LEASES`` an entry stays below 2 KB."""
+"""Memory of one lease, likewise: with four of them an entry stays below 2 KB, and a
+conversation that does not branch has one."""
 
 _LIVE: Final = frozenset({LeaseState.GRANTED, LeaseState.CLAIMED})
 

@@ -10,8 +10,9 @@ from typing import Final
 
 from .story import Mark, Reading, Story, read
 
-MAX_MARKS: Final = 4
-"""Turns of a conversation that a request may go on from: forks and branches."""
+MAX_MARKS: Final = 16
+"""Turns of a conversation that a request may go on from: forks and branches, as
+many as there are leases."""
 CAUTION: Final = 1.5
 """New tokens are taken for so many times what the conversation's own bytes a
 token say: other languages and code have more tokens in as many bytes."""

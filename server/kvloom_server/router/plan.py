@@ -324,9 +324,13 @@ def _lease_to_use(
 
 
 def _leases(turn: Turn, conversation: Conversation | None) -> list[Lease]:
-    """Leases in order of preference: the client's own, then the newest."""
+    """Leases in order of preference: the client's own, those that the turn certainly
+    goes on from, least new first, then the newest."""
     offered = [turn.offered] if turn.offered else []
-    return [*offered, *(conversation.leases if conversation else ())]
+    held = conversation.leases if conversation else ()
+    # A stable order: those of which nothing is certain stay newest first.
+    ranked = sorted(held, key=lambda lease: turn.news.get(lease.lease_id, math.inf))
+    return [*offered, *ranked]
 
 
 def _decode_for(
