@@ -104,6 +104,9 @@ class RouterSettings(BaseSettings):
     """Goes into the seal: handles of a cluster with another name do not open."""
     cluster_key_file: Path | None = None
     """File with the key that the engines' lease services ask for."""
+    upstream: Literal["native", "aiohttp"] = "native"
+    """How engines are reached: by our own adapter on httptools, or by aiohttp's
+    client, which takes several times the CPU."""
     upstream_api_key: SecretStr | None = None
     """Sent to the engines as a bearer token. A client's own key never is."""
     upstream_ca_file: Path | None = None

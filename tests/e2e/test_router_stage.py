@@ -15,8 +15,8 @@ import openai
 from kvloom.protocol import PLAN_HEADER, PlanReport
 from kvloom.testing import EngineOptions, FakeCluster, FakeEngine, FakeServer
 from kvloom_server.router import RouterServer, build_app
+from kvloom_server.router.native import NativeUpstream
 from kvloom_server.router.upstream import (
-    AiohttpUpstream,
     UpstreamRequest,
     UpstreamResponse,
 )
@@ -75,7 +75,7 @@ class Tape:
 class TapingUpstream:
     """Keeps what the engines send, as they send it."""
 
-    def __init__(self, inner: AiohttpUpstream) -> None:
+    def __init__(self, inner: NativeUpstream) -> None:
         self._inner = inner
         self.tapes: list[Tape] = []
 
@@ -131,7 +131,7 @@ class Stage:
             port=0,
             **(_engines(cluster) | SETTINGS | settings),
         )
-        self._inner = AiohttpUpstream(connect_timeout_s=5.0, idle_timeout_s=60.0)
+        self._inner = NativeUpstream(connect_timeout_s=5.0, idle_timeout_s=60.0)
         self.upstream = TapingUpstream(self._inner)
         self.options: dict[str, Any] = {}
         """More for ``build_app``, from the next life of the router on."""

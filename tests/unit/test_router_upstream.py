@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 import httpx
 import pytest
 
+from kvloom_server.router.native import NativeUpstream
 from kvloom_server.router.upstream import (
     AiohttpUpstream,
     BrokenError,
@@ -35,7 +36,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(params=[AiohttpUpstream, HttpxUpstream])
+@pytest.fixture(params=[AiohttpUpstream, HttpxUpstream, NativeUpstream])
 async def upstream(request: pytest.FixtureRequest) -> AsyncIterator[Upstream]:
     async with request.param(connect_timeout_s=60.0, idle_timeout_s=60.0) as adapter:
         yield adapter
@@ -174,9 +175,9 @@ async def test_half_an_answer_is_broken(upstream: Upstream) -> None:
         await response.abort()
 
 
-@pytest.mark.parametrize("adapter", [AiohttpUpstream, HttpxUpstream])
+@pytest.mark.parametrize("adapter", [AiohttpUpstream, HttpxUpstream, NativeUpstream])
 async def test_silence_is_broken(
-    adapter: type[AiohttpUpstream] | type[HttpxUpstream],
+    adapter: type[AiohttpUpstream | HttpxUpstream | NativeUpstream],
 ) -> None:
     """An engine that stops in the middle does not hold a client for ever."""
     stop = asyncio.Event()
@@ -407,6 +408,118 @@ async def test_a_thousand_aborted_answers_leave_nothing(upstream: Upstream) -> N
         # The last batch may still be tidied up after.
         assert _num_files() <= num_files + at_once
         assert len(asyncio.all_tasks()) <= num_tasks + at_once
+
+
+async def test_an_answer_to_head_is_its_headers(upstream: Upstream) -> None:
+    """They may tell of a body that is not sent."""
+
+    async def serve(_reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"Content-Length: 1000\r\n\r\n")
+
+    async with serving(serve) as server:
+        request = UpstreamRequest(method="HEAD", url=server.url)
+        response = await asyncio.wait_for(upstream.send(request), 30)
+        assert response.status == 200
+        assert await asyncio.wait_for(read_all(response), 30) == b""
+
+
+async def test_what_nobody_takes_is_not_read_without_end(upstream: Upstream) -> None:
+    """A client that reads slowly holds the engine back, and gets all of it."""
+    size, count = 1024 * 1024, 48
+    all_sent = asyncio.Event()
+
+    async def serve(_reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % (size * count))
+        for _ in range(count):
+            writer.write(b"x" * size)
+            await writer.drain()
+        all_sent.set()
+
+    async with serving(serve) as server:
+        response = await upstream.send(post(server.url))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(all_sent.wait(), 1.0)
+        assert len(await read_all(response)) == size * count
+        assert all_sent.is_set()
+
+
+async def test_an_answer_may_come_before_the_request_is_sent(
+    upstream: Upstream,
+) -> None:
+    """An engine that refuses a body by its beginning is heard."""
+    is_answered = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        refusal = HEAD.replace(b"200 OK", b"413 Big")
+        writer.write(refusal + b"Connection: close\r\nContent-Length: 2\r\n\r\nno")
+        await writer.drain()
+        is_answered.set()
+        await reader.read()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"a beginning"
+        await is_answered.wait()
+        for _ in range(100):
+            await asyncio.sleep(0)
+            yield b"and more"
+
+    async with serving(serve) as server:
+        request = UpstreamRequest(method="POST", url=server.url, body=parts())
+        try:
+            response = await upstream.send(request)
+        except BrokenError:
+            # httpx may write into the closed connection first.
+            assert isinstance(upstream, HttpxUpstream)
+            return
+        assert response.status == 413
+        assert await read_all(response) == b"no"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 two hundred\r\n\r\n",
+        b"not http at all\r\n\r\n",
+        HEAD + b"Content-Length: x\r\n\r\n",
+        CHUNKED + b"zz\r\nbad\r\n",
+        b"HTTP/1.1 101 Switching\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+    ],
+)
+async def test_an_answer_that_is_no_http_is_broken(
+    upstream: Upstream, answer: bytes
+) -> None:
+    """Garbage is the engine's failure, and never the router's."""
+
+    async def serve(_reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+
+    async with serving(serve) as server:
+        with pytest.raises(BrokenError):
+            await asyncio.wait_for(whole(upstream, server.url), 30)
+
+
+async def whole(upstream: Upstream, url: str) -> bytes:
+    """An answer with a status, to its end."""
+    response = await upstream.send(post(url))
+    if response.status == 101:  # as httpx hands a switch of protocols over
+        await response.abort()
+        raise BrokenError("switched")
+    return await read_all(response)
+
+
+async def test_a_header_cannot_carry_another_request() -> None:
+    """A line break in a value would be a line of its own."""
+    async with (
+        NativeUpstream(connect_timeout_s=5.0, idle_timeout_s=5.0) as upstream,
+        serving(plain(b"ok")) as server,
+    ):
+        for value in ("a\r\nX-Evil: 1", "a\nb", "a\rb"):
+            request = UpstreamRequest(
+                method="POST", url=server.url, headers=(("x-one", value),)
+            )
+            with pytest.raises(UnreachableError):
+                await upstream.send(request)
+        assert not server.requests
 
 
 def _num_files() -> int:

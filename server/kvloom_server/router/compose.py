@@ -21,6 +21,7 @@ from .derive import Chains
 from .memory import MemoryPoll
 from .metrics import Metrics
 from .naming import Names
+from .native import NativeUpstream
 from .operator import Operator
 from .parts import Parts, make_parts
 from .passthrough import PassThrough
@@ -50,7 +51,7 @@ def build_app(
 
     Args:
         settings: what the operator set.
-        upstream: how engines are reached; by default an aiohttp client that
+        upstream: how engines are reached; by default an adapter that
             lives as long as the application. One that is given is not closed.
         registry: takes the metrics; a new one by default.
         traces: where spans go; by default as the settings say.
@@ -63,7 +64,7 @@ def build_app(
         TracingUnavailableError: traces are on, and OpenTelemetry is missing.
     """
     check_tls(settings)
-    own = _aiohttp(settings)
+    own = _adapter(settings)
     reach = own if upstream is None else upstream
     parts = make_parts(
         settings,
@@ -225,8 +226,9 @@ def _chains(settings: RouterSettings) -> Chains | None:
     return Chains(max_entries=8 * settings.max_conversations)
 
 
-def _aiohttp(settings: RouterSettings) -> AiohttpUpstream:
-    return AiohttpUpstream(
+def _adapter(settings: RouterSettings) -> AiohttpUpstream | NativeUpstream:
+    kind = NativeUpstream if settings.upstream == "native" else AiohttpUpstream
+    return kind(
         connect_timeout_s=settings.connect_timeout_s,
         idle_timeout_s=settings.idle_timeout_s,
         ca_file=settings.upstream_ca_file,

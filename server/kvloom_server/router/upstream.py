@@ -1,6 +1,7 @@
 """How the router speaks to engines: one method, and adapters that provide it.
 
-``AiohttpUpstream`` is the default; ``HttpxUpstream`` takes any httpx transport
+``native.py`` has the default; ``AiohttpUpstream`` does the same with a well-kept
+library, and ``HttpxUpstream`` takes any httpx transport
 (tests, custom networks). Both keep the same contract, which one set of tests
 holds them to:
 

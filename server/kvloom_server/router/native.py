@@ -1,0 +1,479 @@
+"""The fast adapter to engines: asyncio's transports and httptools' parser.
+
+Keeps the contract of ``upstream.py``, and does nothing beside it: no cookies, no
+redirects, no proxies, no decoding. A connection that has answered in full is used
+again; engines close idle ones after 5 s (uvicorn), so ours go before that.
+"""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterable, AsyncIterator
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+from urllib.parse import SplitResult, urlsplit
+
+import httptools
+
+from .upstream import (
+    MAX_HEADER_BYTES,
+    BrokenError,
+    UnreachableError,
+    UpstreamRequest,
+    UpstreamResponse,
+)
+
+KEPT_S: Final = 4.0
+"""How long an idle connection is kept."""
+MAX_BUFFERED_BYTES: Final = 256 * 1024
+"""Of an answer that nobody takes: then the engine is read no further."""
+
+_BODILESS: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS", "TRACE"})
+"""Methods of which a request without a body does not say so."""
+
+_Key = tuple[str, str, int]
+
+
+class NativeUpstream:
+    """An async context manager; its connections close at the end."""
+
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        idle_timeout_s: float,
+        ca_file: Path | None = None,
+    ) -> None:
+        """``ca_file``: certificates (PEM) that vouch for ``https://`` engines."""
+        self._ca_file = ca_file
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._trusted: ssl.SSLContext | None = None
+        self._idle: dict[_Key, dict[_Connection, None]] = {}
+        """By engine, the one that was used last at the end."""
+        self._open: set[_Connection] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for connection in list(self._open):
+            connection.abort()
+        # Their transports say that they are closed in the next turn of the loop.
+        await asyncio.sleep(0)
+
+    async def send(self, request: UpstreamRequest) -> UpstreamResponse:
+        parts = urlsplit(request.url)
+        head = _head(request, parts)
+        connection = await self._connection(parts)
+        try:
+            answer = connection.begin(is_head=request.method == "HEAD")
+            await connection.write(head, request, answer)
+            await answer.head()
+        except BaseException:
+            connection.abort()
+            raise
+        return answer
+
+    async def _connection(self, parts: SplitResult) -> "_Connection":
+        is_secure = parts.scheme == "https"
+        port = parts.port or (443 if is_secure else 80)
+        key = (parts.scheme, parts.hostname or "", port)
+        while idle := self._idle.get(key):
+            connection, _ = idle.popitem()
+            if connection.take():
+                return connection
+        made = partial(_Connection, self, key, idle_timeout_s=self._idle_timeout_s)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    made, key[1], port, ssl=self._context() if is_secure else None
+                )
+        except OSError as error:  # a timeout is one
+            raise UnreachableError(f"{type(error).__name__}: {error}") from error
+        return connection
+
+    def _context(self) -> ssl.SSLContext:
+        if self._trusted is None:
+            self._trusted = ssl.create_default_context(cafile=self._ca_file)
+        return self._trusted
+
+    def opened(self, connection: "_Connection") -> None:
+        """For connections: this one is open."""
+        self._open.add(connection)
+
+    def closed(self, key: _Key, connection: "_Connection") -> None:
+        """For connections: this one is not any more."""
+        self._open.discard(connection)
+        idle = self._idle.get(key, {})
+        idle.pop(connection, None)
+        if not idle:
+            self._idle.pop(key, None)
+
+    def give_back(self, key: _Key, connection: "_Connection") -> None:
+        """For connections: this one may be used again."""
+        self._idle.setdefault(key, {})[connection] = None
+
+
+def _head(request: UpstreamRequest, parts: SplitResult) -> bytes:
+    target = parts.path or "/"
+    if parts.query:
+        target += f"?{parts.query}"
+    lines = [f"{request.method} {target} HTTP/1.1", f"host: {parts.netloc}"]
+    names = set()
+    for name, value in request.headers:
+        lines.append(f"{name}: {value}")
+        names.add(name.lower())
+    if not isinstance(request.body, bytes):
+        if "content-length" not in names:
+            lines.append("transfer-encoding: chunked")
+    elif "content-length" not in names and (
+        request.body or request.method not in _BODILESS
+    ):
+        lines.append(f"content-length: {len(request.body)}")
+    text = "\r\n".join(lines)
+    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
+        raise UnreachableError("a header must not hold a line break")
+    try:
+        # The bytes that a client's headers came as.
+        encoded = text.encode("latin-1")
+    except UnicodeEncodeError:
+        encoded = text.encode(errors="surrogateescape")
+    return encoded + b"\r\n\r\n"
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to one engine: one request at a time."""
+
+    def __init__(
+        self, upstream: NativeUpstream, key: _Key, *, idle_timeout_s: float
+    ) -> None:
+        self._upstream = upstream
+        self._key = key
+        self._idle_timeout_s = idle_timeout_s
+        self._transport: asyncio.Transport | None = None
+        self._answer: _Answer | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._timer: asyncio.TimerHandle | None = None
+        """Of silence while it works, of its end while it is idle."""
+        self._heard = 0.0
+        self._num_head_bytes = 0
+        self._is_whole = False
+        """Whether the request has been sent to its end."""
+
+    # ── life ─────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._upstream.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._upstream.closed(self._key, self)
+        self._stop_timer()
+        self._may_write.set()
+        if self._answer is not None:
+            self._answer.cut_off(str(exc) if exc else "the connection was closed")
+            self._answer = None
+
+    def take(self) -> bool:
+        """Whether this idle connection can be used, and is now."""
+        self._stop_timer()
+        return self._transport is not None and not self._transport.is_closing()
+
+    def abort(self) -> None:
+        """Close it now, whatever it is doing."""
+        if self._transport is not None:
+            self._transport.abort()
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _watch(self) -> None:
+        """Break off once the engine has been silent for too long."""
+        loop = asyncio.get_running_loop()
+        left = self._heard + self._idle_timeout_s - loop.time()
+        if left > 0:
+            self._timer = loop.call_later(left, self._watch)
+        elif self._answer is not None and self._answer.is_held_back:
+            # Nobody takes what it says: that is not the engine's silence.
+            self._timer = loop.call_later(self._idle_timeout_s, self._watch)
+        else:
+            if self._answer is not None:
+                self._answer.cut_off("the engine is silent")
+            self.abort()
+
+    # ── a request ────────────────────────────────────────────────────────────
+
+    def begin(self, *, is_head: bool) -> "_Answer":
+        """Expect an answer."""
+        self._answer = answer = _Answer(self, is_head=is_head)
+        self._is_whole = False
+        self._num_head_bytes = 0
+        return answer
+
+    async def write(
+        self, head: bytes, request: UpstreamRequest, answer: "_Answer"
+    ) -> None:
+        """Send a request; an answer that comes earlier ends that.
+
+        Raises:
+            BrokenError: the connection broke, or its engine takes nothing.
+        """
+        if isinstance(request.body, bytes):
+            self._write(head + request.body)
+            self._is_whole = True
+            await self._drained()
+        else:
+            self._write(head)
+            is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in head
+            if not await self._parts(request.body, answer, is_chunked=is_chunked):
+                return
+            self._is_whole = True
+        # Else it is answered, and the connection may be another request's.
+        if self._answer is answer:
+            loop = asyncio.get_running_loop()
+            self._heard = loop.time()
+            self._timer = loop.call_later(self._idle_timeout_s, self._watch)
+
+    async def _parts(
+        self, body: AsyncIterable[bytes], answer: "_Answer", *, is_chunked: bool
+    ) -> bool:
+        """Whether all of it was sent."""
+        async for part in body:
+            if self._answer is not answer or answer.has_head:
+                return False
+            if part and is_chunked:
+                self._write(b"%x\r\n%s\r\n" % (len(part), part))
+            elif part:
+                self._write(part)
+            await self._drained()
+        if is_chunked:
+            self._write(b"0\r\n\r\n")
+        return True
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is None or self._transport.is_closing():
+            raise BrokenError("the connection was closed")
+        self._transport.write(data)
+
+    async def _drained(self) -> None:
+        if self._may_write.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._idle_timeout_s):
+                await self._may_write.wait()
+        except TimeoutError:
+            raise BrokenError("the engine takes nothing") from None
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    # ── an answer ────────────────────────────────────────────────────────────
+
+    def data_received(self, data: bytes) -> None:
+        answer = self._answer
+        if answer is None:
+            self.abort()  # nobody asked
+            return
+        self._heard = asyncio.get_running_loop().time()
+        if not answer.has_head:
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            answer.cut_off(f"{type(error).__name__}: {error}")
+            self.abort()
+            return
+        if not answer.has_head and self._num_head_bytes > MAX_HEADER_BYTES:
+            answer.cut_off("its head is too long")
+            self.abort()
+        answer.tell()
+
+    def eof_received(self) -> bool:
+        answer = self._answer
+        # Without a length the end of the connection is the end of the answer.
+        if answer is not None and answer.ends_with_connection:
+            answer.complete()
+            self._answer = None
+        return False
+
+    def hold_back(self, *, is_full: bool) -> None:
+        """Read no further, or go on."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if is_full:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    # What httptools calls.
+
+    def on_message_begin(self) -> None:
+        if self._answer is not None:
+            self._answer.headers = ()
+            self._answer.raw_headers.clear()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._answer is not None:
+            self._answer.raw_headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        answer = self._answer
+        if answer is None or status < HTTPStatus.OK:
+            return
+        answer.start(status)
+        if answer.is_head:
+            # The parser would wait for a body that never comes.
+            answer.complete()
+            self._answer = None
+            self.abort()
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer is not None:
+            self._answer.feed(body)
+
+    def on_message_complete(self) -> None:
+        answer = self._answer
+        if answer is None or not answer.has_head:
+            return  # an interim answer: the real one follows
+        keeps = self._parser.should_keep_alive() and self._is_whole
+        answer.complete()
+        self._answer = None
+        self._stop_timer()
+        if not keeps or self._transport is None:
+            self.abort()
+            return
+        if answer.is_held_back:
+            self.hold_back(is_full=False)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(KEPT_S, self.abort)
+        self._upstream.give_back(self._key, self)
+
+
+class _Answer:
+    """One answer, as it comes."""
+
+    def __init__(self, connection: _Connection, *, is_head: bool) -> None:
+        self.status = 0
+        self.headers: tuple[tuple[str, str], ...] = ()
+        self.raw_headers: list[tuple[bytes, bytes]] = []
+        self.has_head = False
+        self.is_head = is_head
+        """Whether the request was ``HEAD``: then nothing follows the headers."""
+        self.is_held_back = False
+        self._connection: _Connection | None = connection
+        """Until the answer is whole."""
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        self._error: str | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # ── for whoever asked ────────────────────────────────────────────────────
+
+    async def head(self) -> None:
+        """Wait for status and headers.
+
+        Raises:
+            BrokenError: there will be none.
+        """
+        while not self.has_head:
+            if self._error is not None:
+                raise BrokenError(self._error)
+            await self._news()
+
+    async def body(self) -> AsyncIterator[bytes]:
+        while True:
+            if self._pieces:
+                yield self._taken()
+            elif self._error is not None:
+                raise BrokenError(self._error)
+            elif self._connection is None:
+                return
+            else:
+                await self._news()
+
+    async def abort(self) -> None:
+        connection = self._connection
+        self.cut_off("it was given up")
+        if connection is not None:
+            connection.abort()
+
+    def _taken(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
+        self._num_bytes = 0
+        if self.is_held_back:
+            self.is_held_back = False
+            if self._connection is not None:
+                self._connection.hold_back(is_full=False)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _news(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # ── for the connection ───────────────────────────────────────────────────
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether nothing else says where the answer ends."""
+        if not self.has_head:
+            return False
+        names = {name for name, _ in self.headers}
+        return not names & {"content-length", "transfer-encoding"}
+
+    def start(self, status: int) -> None:
+        """The headers are there."""
+        self.status = status
+        self.headers = tuple(
+            (name.decode("latin-1").lower(), value.decode("latin-1"))
+            for name, value in self.raw_headers
+        )
+        self.has_head = True
+
+    def feed(self, piece: bytes) -> None:
+        """More of the body."""
+        self._pieces.append(piece)
+        self._num_bytes += len(piece)
+        if self._num_bytes > MAX_BUFFERED_BYTES and not self.is_held_back:
+            self.is_held_back = True
+            if self._connection is not None:
+                self._connection.hold_back(is_full=True)
+
+    def complete(self) -> None:
+        """The answer is whole."""
+        self._connection = None
+        self.tell()
+
+    def cut_off(self, why: str) -> None:
+        """It will not be whole; harmless once it is."""
+        if self._connection is not None:
+            self._connection = None
+            self._error = why
+        self.tell()
+
+    def tell(self) -> None:
+        """Wake who waits."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
