@@ -30,6 +30,7 @@ from .cluster.verdict import judge
 from .demo import REPEATS, DemoError, run_demo
 from .keys import KeyFileError
 from .logs import LogFormat, start_logging, stop_logging
+from .loops import run
 from .router import EnginesFileError
 from .router import serve as serve_router
 from .router.tracing import TracingUnavailableError
@@ -125,7 +126,7 @@ def up(
         log_dir=log_dir,
     )
     console = Console(stderr=True)
-    sys.exit(asyncio.run(hold(settings, ready=ready_file, console=console)))
+    sys.exit(run(hold(settings, ready=ready_file, console=console)))
 
 
 @app.command()
@@ -224,7 +225,7 @@ def serve(
         read_cluster_key(settings.cluster_key_file)
         lines = start_logging(level=settings.log_level, log_format=settings.log_format)
         try:
-            asyncio.run(serve_router(settings))
+            run(serve_router(settings))
         finally:
             stop_logging(lines)
 
@@ -295,7 +296,7 @@ def demo(
     ] = REPEATS,
 ) -> None:
     """Play a tool-calling agent on a real prefill/decode pair, returns off and on."""
-    sys.exit(asyncio.run(_demo(json, log_dir, tuple(engine_arg or ()), repeats)))
+    sys.exit(run(_demo(json, log_dir, tuple(engine_arg or ()), repeats)))
 
 
 async def _demo(

@@ -5,6 +5,7 @@ import gzip
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -31,14 +32,36 @@ HEAD = (
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
+Adapter = type[AiohttpUpstream | HttpxUpstream | NativeUpstream]
+
+SETTINGS: list[tuple[Adapter, bool]] = [
+    (NativeUpstream, True),
+    (NativeUpstream, False),
+    (AiohttpUpstream, True),
+    (AiohttpUpstream, False),
+    # For tests and special networks, which run on asyncio's own loop.
+    (HttpxUpstream, False),
+]
+"""Each adapter, and whether it runs under uvloop, as the programs do."""
+
+
+@pytest.fixture(params=SETTINGS, ids=lambda s: f"{s[0].__name__}-uvloop={s[1]}")
+def setting(request: pytest.FixtureRequest) -> tuple[Adapter, bool]:
+    found: tuple[Adapter, bool] = request.param
+    return found
+
+
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    is_uvloop = False
+    if "setting" in request.fixturenames:
+        _, is_uvloop = request.getfixturevalue("setting")
+    return "asyncio", {"use_uvloop": is_uvloop}
 
 
-@pytest.fixture(params=[AiohttpUpstream, HttpxUpstream, NativeUpstream])
-async def upstream(request: pytest.FixtureRequest) -> AsyncIterator[Upstream]:
-    async with request.param(connect_timeout_s=60.0, idle_timeout_s=60.0) as adapter:
+@pytest.fixture
+async def upstream(setting: tuple[Adapter, bool]) -> AsyncIterator[Upstream]:
+    async with setting[0](connect_timeout_s=60.0, idle_timeout_s=60.0) as adapter:
         yield adapter
 
 
@@ -175,10 +198,7 @@ async def test_half_an_answer_is_broken(upstream: Upstream) -> None:
         await response.abort()
 
 
-@pytest.mark.parametrize("adapter", [AiohttpUpstream, HttpxUpstream, NativeUpstream])
-async def test_silence_is_broken(
-    adapter: type[AiohttpUpstream | HttpxUpstream | NativeUpstream],
-) -> None:
+async def test_silence_is_broken(setting: tuple[Adapter, bool]) -> None:
     """An engine that stops in the middle does not hold a client for ever."""
     stop = asyncio.Event()
 
@@ -187,7 +207,7 @@ async def test_silence_is_broken(
         await stop.wait()
 
     async with (
-        adapter(connect_timeout_s=5.0, idle_timeout_s=0.05) as upstream,
+        setting[0](connect_timeout_s=5.0, idle_timeout_s=0.05) as upstream,
         serving(serve) as server,
     ):
         response = await upstream.send(post(server.url))

@@ -11,18 +11,13 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import msgspec
 import zmq
-import zmq.asyncio
 
 from kvloom.protocol import (
-    MAX_MESSAGE_BYTES,
-    MESSAGES,
-    OPS,
     PROTOCOL_VERSION,
     PROVISIONAL,
     SUBSCRIPTION_S,
@@ -35,14 +30,16 @@ from kvloom.protocol import (
     Subscribe,
     Welcome,
 )
-from kvloom_server.curve import secure_peer
 
 from .announcements import Announcements
 from .background import started, stopped
 from .directory import Directory, Let
+from .mail import LeaseMail
 from .pulse import Pulse
 
 log = logging.getLogger(__name__)
+
+Context = zmq.Context[zmq.Socket[bytes]]
 
 REPLY_S: Final = 2.0
 """A lease service that is silent for so long is connected to anew."""
@@ -98,52 +95,51 @@ class LeaseFeed:
         self._let_go = let_go
         self._clock = clock
         self._seq = -1
-        self._socket: zmq.asyncio.Socket | None = None
+        self._mail: LeaseMail | None = None
         self._provisional: set[str] = set()
         self._kicked = asyncio.Event()
 
-    async def run(self, context: zmq.asyncio.Context) -> None:
+    async def run(self, context: Context) -> None:
         """Follow the engine until cancelled."""
         pause_s = FIRST_PAUSE_S
         while True:
-            socket = context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-            secure_peer(socket, self._cluster_key)
             try:
-                socket.connect(self._followed.address)
-                await self._open(socket)
-                pause_s = FIRST_PAUSE_S
-                await self._follow(socket)
+                with closing(self._connected(context)) as mail:
+                    await self._open(mail)
+                    pause_s = FIRST_PAUSE_S
+                    await self._follow(mail)
             except (FeedBrokenError, zmq.ZMQError) as error:
                 log.info("engine=%s event=feed_lost why=%s", self.engine, error)
             finally:
-                self._socket = None
+                self._mail = None
                 self.live.clear()
                 self._directory.feed_lost(self.engine)
-                socket.close()
             await self._pause(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _connected(self, context: Context) -> LeaseMail:
+        address = self._followed.address
+        return LeaseMail(context, address, cluster_key=self._cluster_key)
 
     def kick(self) -> None:
         """The engine has come up or gone down: look at once."""
         self._kicked.set()
-        if self._socket is not None:
-            self._ask(self._socket, Subscribe())
+        if self._mail is not None:
+            self._ask(self._mail, Subscribe())
 
     def keep(self, lease_id: str) -> bool:
         """Have a lease kept whose turn ended well; whether that was in doubt."""
         if lease_id not in self._provisional:
             return False
         self._provisional.discard(lease_id)
-        if self._socket is not None:
-            _send(self._socket, Renew(lease_id=lease_id))
+        if self._mail is not None:
+            self._mail.send(Renew(lease_id=lease_id))
         return True
 
     def release(self, lease_id: str) -> None:
         """Tell the engine that a lease is no longer wanted; it may be lost."""
-        if self._socket is not None:
-            _send(self._socket, Release(lease_id=lease_id))
+        if self._mail is not None:
+            self._mail.send(Release(lease_id=lease_id))
 
     async def _pause(self, pause_s: float) -> None:
         self._kicked.clear()
@@ -151,9 +147,9 @@ class LeaseFeed:
             async with asyncio.timeout(pause_s):
                 await self._kicked.wait()
 
-    async def _open(self, socket: zmq.asyncio.Socket) -> None:
-        self._ask(socket, Hello())
-        welcome = await self._hear(socket, REPLY_S)
+    async def _open(self, mail: LeaseMail) -> None:
+        self._ask(mail, Hello())
+        welcome = await self._hear(mail, REPLY_S)
         if not isinstance(welcome, Welcome):
             raise FeedBrokenError("no welcome")
         if welcome.version != PROTOCOL_VERSION:
@@ -161,15 +157,15 @@ class LeaseFeed:
                 f"it speaks version {welcome.version}, this router "
                 f"{PROTOCOL_VERSION}: install the same kvloom on both"
             )
-        self._socket = socket
+        self._mail = mail
 
-    async def _follow(self, socket: zmq.asyncio.Socket) -> None:
+    async def _follow(self, mail: LeaseMail) -> None:
         due = _Due(probe_s=self._followed.probe_s)
         while True:
             now = time.monotonic()
             for question in due.questions(now, is_busy=self._followed.is_busy()):
-                self._ask(socket, question)
-            message = await self._hear(socket, due.wait_s(now))
+                self._ask(mail, question)
+            message = await self._hear(mail, due.wait_s(now))
             if isinstance(message, Leases):
                 due.answer_by = math.inf
                 self._take_snapshot(message)
@@ -178,13 +174,13 @@ class LeaseFeed:
                 if not is_whole and due.answer_by == math.inf:
                     due.renew_at = 0.0
 
-    def _ask(self, socket: zmq.asyncio.Socket, question: Hello | Subscribe) -> None:
-        _send(socket, question)
+    def _ask(self, mail: LeaseMail, question: Hello | Subscribe) -> None:
+        mail.send(question)
         self._pulse.asked()
 
-    async def _hear(self, socket: zmq.asyncio.Socket, timeout_s: float) -> Any:
-        """The next message, or ``None`` when none came or it can't be read."""
-        message = await _receive(socket, timeout_s)
+    async def _hear(self, mail: LeaseMail, timeout_s: float) -> Any:
+        """The next message, or ``None`` when none came."""
+        message = await mail.hear(timeout_s)
         if message is not None:
             self._pulse.heard()
         return message
@@ -283,7 +279,7 @@ class Feeds:
         self._directory = directory
         self._clock = clock
         self._cluster_key = cluster_key
-        self._context: zmq.asyncio.Context | None = None
+        self._context: Context | None = None
         """Set while they run."""
         self._feeds: dict[str, LeaseFeed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -314,7 +310,7 @@ class Feeds:
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
-    def _start(self, feed: LeaseFeed, context: zmq.asyncio.Context) -> None:
+    def _start(self, feed: LeaseFeed, context: Context) -> None:
         name = feed.engine
         self._tasks[name] = started(feed.run(context), name=f"kvloom-feed-{name}")
 
@@ -352,7 +348,7 @@ class Feeds:
         Args:
             up: names of those that are up: their leases are waited for.
         """
-        self._context = context = zmq.asyncio.Context()
+        self._context = context = zmq.Context()
         for feed in self._feeds.values():
             self._start(feed, context)
         try:
@@ -370,26 +366,3 @@ class Feeds:
                 for name, feed in list(self._feeds.items()):
                     if name in up:
                         await feed.live.wait()
-
-
-def _send(socket: zmq.asyncio.Socket, message: object) -> None:
-    frames = [OPS[type(message)], b"", msgspec.msgpack.encode(message)]
-    sent = asyncio.ensure_future(socket.send_multipart(frames, zmq.NOBLOCK))
-    # What does not fit into the queue is as good as lost: the engine is not
-    # listening. With NOBLOCK the outcome is there at once.
-    if sent.done() and not sent.cancelled():
-        sent.exception()
-
-
-async def _receive(socket: zmq.asyncio.Socket, timeout_s: float) -> Any:
-    """The next message, or ``None`` when none came or it can't be read."""
-    if not await socket.poll(math.ceil(max(timeout_s, 0.0) * 1000)):
-        return None
-    frames = await socket.recv_multipart(copy=True)
-    body = MESSAGES.get(frames[0])
-    if len(frames) != 3 or body is None:
-        return None
-    try:
-        return msgspec.msgpack.decode(frames[2], type=body)
-    except (msgspec.DecodeError, RecursionError):
-        return None

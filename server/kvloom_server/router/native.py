@@ -12,7 +12,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, cast
 from urllib.parse import SplitResult, urlsplit
 
 import httptools
@@ -174,8 +174,8 @@ class _Connection(asyncio.Protocol):
     # ── life ─────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's are none of asyncio's classes.
+        self._transport = cast("asyncio.Transport", transport)
         self._upstream.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

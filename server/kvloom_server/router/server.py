@@ -84,7 +84,7 @@ class RouterServer:
 async def serve(settings: RouterSettings) -> None:
     """Run a router until SIGINT or SIGTERM, then let open answers end.
 
-    Run it with ``uvloop.run`` for speed.
+    Run it under uvloop (``kvloom_server.loops``) for speed.
 
     Raises:
         OSError: the address is taken or not ours.
@@ -162,6 +162,8 @@ def _config(settings: RouterSettings, app: RouterApp) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        # Nobody asks who a client says it is.
+        proxy_headers=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=settings.shutdown_timeout_s,
         ssl_certfile=settings.tls_cert,

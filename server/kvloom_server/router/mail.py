@@ -1,0 +1,107 @@
+"""Messages to and from one lease service, in the event loop.
+
+pyzmq's own asyncio sockets make several futures a message; a router hears some
+three of them a turn. Here one callback takes all that has come.
+"""
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvloom.protocol import MAX_MESSAGE_BYTES, MESSAGES, OPS
+from kvloom_server.curve import secure_peer
+
+
+class LeaseMail:
+    """A DEALER socket of a lease service. Close it."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        *,
+        cluster_key: bytes | None,
+    ) -> None:
+        """
+        Raises:
+            zmq.ZMQError: the address is of no use.
+        """
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self._heard: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            secure_peer(self._socket, cluster_key)
+            self._socket.connect(address)
+            self._file = int(self._socket.getsockopt(zmq.FD))
+        except BaseException:
+            self._socket.close()
+            raise
+        self._loop.add_reader(self._file, self._look)
+
+    def close(self) -> None:
+        """Hear no more; a second call does nothing."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._file)
+            self._socket.close()
+
+    def send(self, message: object) -> None:
+        """Send a message, or drop it: what does not fit into the queue is as good
+        as lost, the engine is not listening."""
+        frames = [OPS[type(message)], b"", msgspec.msgpack.encode(message)]
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        # The socket's file says only once that there is news, and sending may
+        # have heard it.
+        self._look()
+
+    async def hear(self, timeout_s: float) -> Any:
+        """The next message, or ``None`` when none came."""
+        if not self._heard:
+            await self._news(timeout_s)
+        return self._heard.popleft() if self._heard else None
+
+    async def _news(self, timeout_s: float) -> None:
+        self._waiter = waiter = self._loop.create_future()
+        timer = self._loop.call_later(max(timeout_s, 0.0), _wake, waiter)
+        try:
+            self._look()
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def _look(self) -> None:
+        """Take all that has come. What can't be read is dropped."""
+        while not self._socket.closed:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            message = _decoded(frames)
+            if message is not None:
+                self._heard.append(message)
+        if self._heard and self._waiter is not None:
+            _wake(self._waiter)
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _decoded(frames: list[bytes]) -> Any:
+    body = MESSAGES.get(frames[0])
+    if len(frames) != 3 or body is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(frames[2], type=body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
