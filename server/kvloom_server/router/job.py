@@ -30,6 +30,7 @@ from .usage import Usage
 MAX_ATTEMPTS: Final = 3
 """Engines that one leg of a turn tries."""
 
+_REASONS: Final = frozenset(Reason)
 _BUSY: Final = frozenset({408, 429})
 
 _HOP_BY_HOP: Final = frozenset(
@@ -57,16 +58,19 @@ class EngineAnswerError(Exception):
         self.body = body
 
 
-class Prefilled(msgspec.Struct):
+class _Answer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
     """Of a prefill engine's answer, what matters."""
 
     kv_transfer_params: dict[str, Any] | None = None
     usage: Usage | None = None
-
-    @property
-    def outcome(self) -> PrefillOutcome | None:
-        """What the engine's connector says that it did."""
-        return outcome_of(self.kv_transfer_params or {})
+    outcome: PrefillOutcome | None = None
+    """What the engine's connector says that it did."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,7 +234,7 @@ def is_engines_fault(status: int) -> bool:
 
 
 def _known_reason(why: str | None) -> Reason | None:
-    return Reason(why) if why in set(Reason) else None
+    return Reason(why) if why in _REASONS else None
 
 
 def _rest(*counts: int | None) -> int | None:
@@ -245,8 +249,12 @@ def _rest(*counts: int | None) -> int | None:
 def decoded(answer: bytes) -> Prefilled:
     """What matters of a prefill engine's answer."""
     try:
-        return msgspec.json.decode(answer, type=Prefilled)
+        told = msgspec.json.decode(answer, type=_Answer)
     except (msgspec.DecodeError, RecursionError):
         # An engine that answers something else has computed the prompt all
         # the same; decode will not find its blocks and computes them.
         return Prefilled()
+    params = told.kv_transfer_params
+    return Prefilled(
+        kv_transfer_params=params, usage=told.usage, outcome=outcome_of(params or {})
+    )

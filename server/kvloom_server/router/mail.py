@@ -6,13 +6,17 @@ three of them a turn. Here one callback takes all that has come.
 
 import asyncio
 from collections import deque
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import zmq
 
 from kvloom.protocol import MAX_MESSAGE_BYTES, MESSAGES, OPS
 from kvloom_server.curve import secure_peer
+
+# As plain numbers: pyzmq's own are flags of `enum`, slow to combine.
+_NOW: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class LeaseMail:
@@ -53,9 +57,12 @@ class LeaseMail:
     def send(self, message: object) -> None:
         """Send a message, or drop it: what does not fit into the queue is as good
         as lost, the engine is not listening."""
-        frames = [OPS[type(message)], b"", msgspec.msgpack.encode(message)]
+        body = msgspec.msgpack.encode(message)
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            # Only the first frame of a message can find the queue full.
+            self._socket.send(OPS[type(message)], _MORE)
+            self._socket.send(b"", _MORE)
+            self._socket.send(body, _NOW)
         except zmq.Again:
             return
         # The socket's file says only once that there is news, and sending may
@@ -82,9 +89,11 @@ class LeaseMail:
         """Take all that has come. What can't be read is dropped."""
         while not self._socket.closed:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = [self._socket.recv(_NOW)]
             except zmq.Again:
                 break
+            while self._socket.getsockopt(zmq.RCVMORE):
+                frames.append(self._socket.recv(_NOW))
             message = _decoded(frames)
             if message is not None:
                 self._heard.append(message)
