@@ -176,6 +176,7 @@ figure, axes = plt.subplots(figsize=(5, 2.8), layout="constrained")
 for (name, each), colour in zip(turns.items(), ("#e07a5f", "#2a6f97"), strict=True):
     times = [turn["ttft_s"] for turn in each]
     axes.plot(range(1, len(each) + 1), times, marker="o", label=name, color=colour)
+axes.set_xticks(range(1, 6))
 axes.set_xlabel("turn")
 axes.set_ylabel("seconds to the first word")
 axes.set_ylim(bottom=0)
@@ -187,7 +188,7 @@ plt.show()
 #
 # ## Is it working?
 #
-# The router's own verdict over the last minutes, as on its page. (Half of these turns were
+# The router's own verdict over the last minutes, as on its page. (Some of these turns were
 # played with returns switched off, so it has something to say.)
 
 # %%

@@ -1,19 +1,12 @@
 """The walkthroughs in ``notebooks/``, run from top to bottom on a real pair."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import jupytext
-import nbformat
 import pytest
-from readme import ROOT
 from shelf import Running, Shelf
+from walkthroughs import run_all
 
 import kvloom
-
-SCRIPTS = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
 
 
 @pytest.fixture
@@ -26,25 +19,7 @@ def test_the_notebooks_run_on_a_cluster_that_is_given(
     running: Running, tmp_path: Path
 ) -> None:
     """All four, through nbmake; each cell without an error."""
-    for script in SCRIPTS:
-        nbformat.write(jupytext.read(script), tmp_path / f"{script.stem}.ipynb")
-    command = [sys.executable, "-m", "pytest", "--nbmake", "--nbmake-timeout=300"]
-    command += ["-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "KVLOOM_BASE_URL": running.base_url,
-            "KVLOOM_MODEL": running.model,
-            "PYTHONPATH": str(ROOT / "sdk"),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert f"{len(SCRIPTS)} passed" in done.stdout
+    run_all(base_url=running.base_url, model=running.model, folder=tmp_path)
 
 
 def test_a_cluster_of_its_own_serves_and_is_gone_afterwards(
