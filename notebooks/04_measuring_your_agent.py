@@ -206,8 +206,8 @@ stack.close()
 # Call it where `agent` is called. If it uses LangGraph, give `ChatKVLoom` the same
 # `returns="off"` or `"lazy"`, and use `wrap(graph, on_run=…)`. Then look at:
 #
-# - `reuse`, the share of prompt tokens that nobody computed. An agent with long histories
-#   should be above 0.8. If not, [notebook 3](03_what_breaks_reuse.ipynb) has the usual
+# - `reuse`, the share of prompt tokens that nobody computed. In a thread that goes on it
+#   grows with every turn: 0.87 in the second run of notebook 2. If not, [notebook 3](03_what_breaks_reuse.ipynb) has the usual
 #   reasons;
 # - `plans`: turns that are `cold` and no first turns. Their reasons are in the report of each
 #   answer, and on the router's page;

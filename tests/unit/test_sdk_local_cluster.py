@@ -21,14 +21,18 @@ import json, os, pathlib, signal, sys
 record = pathlib.Path(os.environ["FAKE_RECORD"])
 options = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[2:])
 ready = pathlib.Path(options["ready-file"])
-record.write_text(json.dumps({"argv": sys.argv[1:], "pid": os.getpid()}))
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+began = {"argv": sys.argv[1:], "pid": os.getpid()}
+record.write_text(json.dumps(began))
+def stop(*_):
+    record.write_text(json.dumps({**began, "stopped": True}))
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
 told = {"url": "http://127.0.0.1:9", "base_url": "http://127.0.0.1:9/v1"}
 told |= {"model": "small", "prefill": ["http://p"], "decode": ["http://d"]}
 ready.with_suffix(".part").write_text(json.dumps(told))
 ready.with_suffix(".part").replace(ready)
-signal.sigwait([signal.SIGTERM])
-record.write_text(json.dumps({**json.loads(record.read_text()), "stopped": True}))
+while True:
+    signal.pause()
 """
 
 
