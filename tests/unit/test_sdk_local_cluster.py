@@ -84,7 +84,9 @@ def test_it_ends_with_whoever_started_it(fake: Path, tmp_path: Path, end: str) -
         "import contextlib, os, sys, kvloom; stack = contextlib.ExitStack();"
         f"stack.enter_context(kvloom.local_cluster()); {end}"
     )
-    subprocess.run([sys.executable, "-c", code], check=False)
+    # A process that is killed leaves its folder.
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=False, env=env)
     _await_end(_record(tmp_path)["pid"])
     assert _record(tmp_path)["stopped"] is True
 
