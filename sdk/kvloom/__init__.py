@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._conversation import conversation
+    from ._local_cluster import LocalCluster, LocalClusterError, local_cluster
     from ._raw_thread import RawThreadWarning
     from ._report import TurnReport
     from ._retry import retries
+    from ._run import Run, RunReport, watch
     from ._sqlite import SQLiteStore
     from ._store import HandleStore, HandleStoreError, MemoryStore
     from .protocol import conversation_id
@@ -19,26 +21,38 @@ if TYPE_CHECKING:
 __all__ = [
     "HandleStore",
     "HandleStoreError",
+    "LocalCluster",
+    "LocalClusterError",
     "MemoryStore",
     "RawThreadWarning",
+    "Run",
+    "RunReport",
     "SQLiteStore",
     "TurnReport",
     "conversation",
     "conversation_id",
+    "local_cluster",
     "retries",
+    "watch",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
     "HandleStore": "kvloom._store",
     "HandleStoreError": "kvloom._store",
+    "LocalCluster": "kvloom._local_cluster",
+    "LocalClusterError": "kvloom._local_cluster",
     "MemoryStore": "kvloom._store",
     "RawThreadWarning": "kvloom._raw_thread",
+    "Run": "kvloom._run",
+    "RunReport": "kvloom._run",
     "SQLiteStore": "kvloom._sqlite",
     "TurnReport": "kvloom._report",
     "conversation": "kvloom._conversation",
     "conversation_id": "kvloom.protocol",
+    "local_cluster": "kvloom._local_cluster",
     "retries": "kvloom._retry",
+    "watch": "kvloom._run",
 }
 
 

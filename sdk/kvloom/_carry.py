@@ -16,6 +16,7 @@ from ._history import History, Mark, history_of
 from ._outgoing import Named, Outgoing, header, named_by, spelling, turn_of
 from ._raw_thread import warn_once
 from ._report import REPORT_KEY, TurnReport
+from ._run import listeners
 from ._store import (
     HandleStore,
     HandleStoreError,
@@ -248,6 +249,13 @@ class Carrier:
         """Passes an event on to whoever listens."""
         if self._events is not None:
             self._events(event)
+        for listener in listeners():
+            listener(event)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the server is kvloom's router, and knows our conversations."""
+        return self.carry != "off" and self.dialect.is_kvloom
 
     @property
     def _keeps_handles(self) -> bool:

@@ -23,10 +23,11 @@ from openai._models import FinalRequestOptions
 from . import _retry
 from ._byte_stream import follow
 from ._carry import Carrier, Ticket
-from ._conversation import conversation
+from ._conversation import Conversation, conversation
 from ._follow import Follower, StreamError
 from ._interrupted import interruption
 from ._outgoing import GENERATION_PATHS, Named, Outgoing
+from ._spoken import note
 from .protocol import PLAN_HEADER, PlanReport
 
 _TICKET: Final = "kvloom"
@@ -72,6 +73,14 @@ class Carrying(BaseClient[Any, Any]):
         with conversation(thread, lane=lane, namespace=namespace) as named:
             yield named.id(default_namespace=namespace)
 
+    def _end_url(self, conversation_id: str) -> str:
+        root = str(self.base_url).rstrip("/").removesuffix("/v1")
+        return f"{root}/kvloom/conversations/{conversation_id}"
+
+    def _id_of(self, thread: str, lane: str) -> str:
+        named = Conversation(thread=thread, lane=lane)
+        return named.id(default_namespace=self._carrier.namespace)
+
     def _build_request(
         self, options: FinalRequestOptions, *, retries_taken: int = 0
     ) -> Any:
@@ -86,6 +95,9 @@ class Carrying(BaseClient[Any, Any]):
             options.extra_json = {**(options.extra_json or {}), **attachment.body}
         request = super()._build_request(options, retries_taken=retries_taken)
         request.extensions[_TICKET] = attachment.ticket
+        if attachment.ticket.named is not None:
+            namespace = self._carrier.namespace
+            note(self, attachment.ticket.named.id, namespace=namespace)
         return request
 
     def _process_response_data(
@@ -192,6 +204,31 @@ class Carrying(BaseClient[Any, Any]):
 class SyncCarrying(Carrying):
     """Repeats a turn's failed attempts, in the place of openai's own loop."""
 
+    def end_conversation(self, thread: str, *, lane: str = "") -> bool:
+        """Tells the router that a conversation is over, so that decode's memory
+        is free for others at once.
+
+        Args:
+            thread: your own id of the thread, as in :meth:`conversation`.
+            lane: the lane.
+
+        Returns:
+            Whether the router knew the conversation; ``False`` also behind
+            servers that are no kvloom router (``kvloom_dialect``).
+
+        Raises:
+            ValueError: ``thread`` is empty.
+            openai.APIError: the router did not do it.
+        """
+        return self.end_conversation_id(self._id_of(thread, lane))
+
+    def end_conversation_id(self, conversation_id: str) -> bool:
+        """As :meth:`end_conversation`, by the ID that is sent."""
+        if not self._carrier.is_ours:
+            return False
+        me: Any = self
+        return _is_ended(me.delete(self._end_url(conversation_id), cast_to=object))
+
     if not TYPE_CHECKING:  # the types are openai's own
 
         def request(self, cast_to, options, **how):
@@ -210,6 +247,18 @@ class SyncCarrying(Carrying):
 
 class AsyncCarrying(Carrying):
     """Repeats a turn's failed attempts, in the place of openai's own loop."""
+
+    async def end_conversation(self, thread: str, *, lane: str = "") -> bool:
+        """As :meth:`SyncCarrying.end_conversation`."""
+        return await self.end_conversation_id(self._id_of(thread, lane))
+
+    async def end_conversation_id(self, conversation_id: str) -> bool:
+        """As :meth:`end_conversation`, by the ID that is sent."""
+        if not self._carrier.is_ours:
+            return False
+        me: Any = self
+        url = self._end_url(conversation_id)
+        return _is_ended(await me.delete(url, cast_to=object))
 
     if not TYPE_CHECKING:  # the types are openai's own
 
@@ -235,6 +284,10 @@ def ticket_of(response: Any) -> Ticket | None:
         return None
     ticket = response.request.extensions.get(_TICKET)
     return ticket if isinstance(ticket, Ticket) else None
+
+
+def _is_ended(answer: object) -> bool:
+    return isinstance(answer, Mapping) and bool(answer.get("ended"))
 
 
 def _given(headers: object) -> Mapping[str, Any]:

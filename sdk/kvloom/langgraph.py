@@ -9,12 +9,17 @@ nodes call a kvloom OpenAI client themselves:
     graph.invoke(…, {"configurable": {"thread_id": "…"}})
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from asyncio import to_thread
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, closing, contextmanager
 from importlib import import_module
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final
 
 from ._conversation import speaking_in
 from ._extras import needing
+from ._run import Run, RunReport, listening
+from ._spoken import Spoken, hearing
 from ._thread import ThreadSource, conversation_in, lane_of
 
 if TYPE_CHECKING:
@@ -55,12 +60,21 @@ _END: Final = object()
 class WrappedGraph:
     """A compiled graph in whose nodes kvloom clients know the conversation.
 
-    Everything but the four ways to run it is the graph's own.
+    Everything but the four ways to run it and the two to end a thread is the
+    graph's own.
     """
 
-    def __init__(self, graph: Any, *, namespace: str | None = None) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        *,
+        namespace: str | None = None,
+        on_run: Callable[[RunReport], object] | None = None,
+    ) -> None:
         self._graph = graph
         self._source = ThreadSource(namespace)
+        self._on_run = on_run
+        self._spoken = Spoken()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_graph":  # a copy in the making has none yet
@@ -68,47 +82,117 @@ class WrappedGraph:
         return getattr(self._graph, name)
 
     def invoke(self, *args: Any, **kwargs: Any) -> Any:
-        with speaking_in(self._source):
+        with self._counted() as run, self._speaking(run):
             return self._graph.invoke(*args, **kwargs)
 
     async def ainvoke(self, *args: Any, **kwargs: Any) -> Any:
-        with speaking_in(self._source):
+        with self._counted() as run, self._speaking(run):
             return await self._graph.ainvoke(*args, **kwargs)
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         steps = iter(self._graph.stream(*args, **kwargs))
-        try:
+        with self._counted() as run, closing(steps):
             # Step by step: a generator's context is that of whoever reads it.
             while True:
-                with speaking_in(self._source):
+                with self._speaking(run):
                     step = next(steps, _END)
                 if step is _END:
                     return
                 yield step
-        finally:
-            steps.close()
 
     async def astream(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         steps = aiter(self._graph.astream(*args, **kwargs))
+        with self._counted() as run:
+            async with aclosing(steps):
+                while True:
+                    with self._speaking(run):
+                        step = await anext(steps, _END)
+                    if step is _END:
+                        return
+                    yield step
+
+    def end(self, config: "RunnableConfig | Mapping[str, Any]") -> int:
+        """Tells the router that a thread is over, so that decode's memory is free
+        for others at once. A thread that goes on later starts cold.
+
+        Args:
+            config: names the thread, as in ``invoke``. Ended are the conversations
+                that this graph had in it, here in this process.
+
+        Returns:
+            How many conversations (lanes) the router knew and ended.
+
+        Raises:
+            ValueError: the config names no thread.
+            RuntimeError: an asynchronous client spoke in it: use :meth:`aend`.
+            openai.APIError: a router did not do it.
+        """
+        thread, spoken = self._spoken_in(config)
+        if any(map(_is_asynchronous, spoken.values())):
+            raise RuntimeError(
+                "an asynchronous client spoke in this thread: use `await graph.aend(…)`"
+            )
+        ended = [client.end_conversation_id(id_) for (_, id_), client in spoken.items()]
+        self._spoken.forget(thread, spoken)
+        return sum(ended)
+
+    async def aend(self, config: "RunnableConfig | Mapping[str, Any]") -> int:
+        """As :meth:`end`, whatever kind of client spoke in the thread."""
+        thread, spoken = self._spoken_in(config)
+        ended = [await _ended(client, id_) for (_, id_), client in spoken.items()]
+        self._spoken.forget(thread, spoken)
+        return sum(ended)
+
+    def _spoken_in(
+        self, config: Mapping[str, Any] | None
+    ) -> tuple[str, Mapping[tuple[str, str], Any]]:
+        named = conversation_in(config)
+        if named is None:
+            raise ValueError(
+                'the config names no thread: pass {"configurable": {"thread_id": …}}'
+            )
+        return named.thread, self._spoken.of(named.thread)
+
+    @contextmanager
+    def _counted(self) -> Iterator[Run]:
+        run = Run()
         try:
-            while True:
-                with speaking_in(self._source):
-                    step = await anext(steps, _END)
-                if step is _END:
-                    return
-                yield step
+            yield run
         finally:
-            await steps.aclose()
+            if self._on_run is not None:
+                self._on_run(run.report())
+
+    @contextmanager
+    def _speaking(self, run: Run) -> Iterator[None]:
+        with speaking_in(self._source), hearing(self._spoken), listening(run):
+            yield
 
 
-def wrap(graph: Any, *, namespace: str | None = None) -> WrappedGraph:
+def _is_asynchronous(client: Any) -> bool:
+    return iscoroutinefunction(client.end_conversation_id)
+
+
+async def _ended(client: Any, conversation_id: str) -> bool:
+    if _is_asynchronous(client):
+        return bool(await client.end_conversation_id(conversation_id))
+    return bool(await to_thread(client.end_conversation_id, conversation_id))
+
+
+def wrap(
+    graph: Any,
+    *,
+    namespace: str | None = None,
+    on_run: Callable[[RunReport], object] | None = None,
+) -> WrappedGraph:
     """Has every kvloom client in the graph's nodes speak in the graph's thread.
 
     Args:
         graph: any compiled graph.
         namespace: whose threads these are; ``None`` is each client's own.
+        on_run: is told after each run what its turns were, also after one that
+            failed or was not read to its end. It must not raise.
     """
-    return WrappedGraph(graph, namespace=namespace)
+    return WrappedGraph(graph, namespace=namespace, on_run=on_run)
 
 
 def retry_on(error: Exception) -> bool:

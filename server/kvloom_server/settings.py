@@ -60,10 +60,15 @@ class RouterSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVLOOM_", frozen=True, extra="forbid")
 
     host: str = "127.0.0.1"
+    """Where the router listens."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes a free one."""
     prefill: Engines = ()
+    """Prefill engines: ``http://host:port,lease=tcp://host:port``; with ``,rank=N``
+    one rank of a data-parallel server; ``dns+http://name:port,lease=port`` for all
+    that a name resolves to."""
     decode: Engines = ()
+    """Decode engines, likewise."""
     engines_file: Path | None = None
     """TOML with ``prefill = ["http://…", …]`` and ``decode = […]``, watched while
     the router runs; beside the engines above."""
@@ -95,6 +100,7 @@ class RouterSettings(BaseSettings):
     """Warm-ups of modes ``eager`` and ``auto`` at once; one a prefill engine."""
 
     handle_key: SecretStr | None = None
+    """As ``handle_key_file``, the key itself; set one of them."""
     handle_key_file: Path | None = None
     """Seals the handles; a file holds one key a line: the first one seals, all of
     them open. Without either a key is made at each start: handles then do not
@@ -113,8 +119,9 @@ class RouterSettings(BaseSettings):
     """Certificates (PEM) that vouch for engines behind ``https://``."""
     # The key files above and below are followed while the router runs.
     tls_cert: Path | None = None
+    """PEM; together with ``tls_key``: the router then speaks HTTPS."""
     tls_key: Path | None = None
-    """PEM files, both or none: the router then speaks HTTPS."""
+    """PEM, the certificate's key."""
 
     client_keys_file: Path | None = None
     """TOML, ``tenant = "key"``: who may use the models. Each tenant has its own
@@ -129,7 +136,9 @@ class RouterSettings(BaseSettings):
     derive_conversations: bool = True
     """Whether requests that name no conversation get one by their messages."""
     body_limit_bytes: int = Field(default=32 * 1024 * 1024, ge=1)
+    """Longest body of a request; a longer one is a 413."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
+    """How long connecting to an engine may take."""
     idle_timeout_s: float = Field(default=600.0, gt=0)
     """Longest silence of an engine inside one answer."""
     client_idle_timeout_s: float = Field(default=300.0, gt=0)
@@ -156,15 +165,19 @@ class RouterSettings(BaseSettings):
     handle_wait_s: float = Field(default=0.25, ge=0)
     """How long the end of an answer waits for its lease to be announced."""
     health_interval_s: float = Field(default=2.0, gt=0)
+    """How often engines are asked how they are."""
     health_timeout_s: float = Field(default=5.0, gt=0)
+    """How long they may take to say so."""
     shutdown_timeout_s: int = Field(default=30, ge=0)
     """How long open answers may go on after a stop was asked for."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lines below it are left out."""
     log_format: Literal["pairs", "json"] = "pairs"
     """One line an event: ``key=value`` pairs, or one JSON object."""
     traces: bool = False
     """Spans over OTLP, as the ``OTEL_…`` variables say; needs ``kvloom[otel]``."""
     max_conversations: int = Field(default=10_000, ge=1)
+    """Conversations that are remembered; those that were silent longest go first."""
     max_map_bytes: int = Field(default=32 * 1024 * 1024, ge=64 * 1024)
     """Memory for what is remembered of conversations."""
     conversation_idle_s: float = Field(default=3600.0, gt=0)
