@@ -123,9 +123,11 @@ def test_branches_are_remembered_up_to_a_bound() -> None:
     known = paces()
     first = story(SYSTEM, QUESTION)
     known.prefilled(TAG, num_bytes=100, num_tokens=25)
-    for i in range(10):
+    count = MAX_MARKS + 6
+    for i in range(count):
         known.ended(TAG, turn_id=f"t{i}", mark=mark(first), now=0)
-    assert set(new_tokens(known, first)) == {f"t{i}" for i in range(6, 10)}
+    newest = {f"t{i}" for i in range(count - MAX_MARKS, count)}
+    assert set(new_tokens(known, first)) == newest
     assert len(known.find(TAG).marks) == MAX_MARKS
 
 
