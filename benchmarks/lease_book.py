@@ -48,10 +48,9 @@ def lease(number: int) -> Lease:
     )
 
 
-def filled(size: int, *, room: int = 0) -> LeaseBook:
-    """A book with ``size`` leases, and blocks for ``room`` more."""
-    blocks = NUM_TOKENS // BLOCK_SIZE
-    book = LeaseBook(max_blocks=(size + room) * blocks)
+def filled(size: int) -> LeaseBook:
+    """A book that is full with ``size`` leases."""
+    book = LeaseBook(max_blocks=size * (NUM_TOKENS // BLOCK_SIZE))
     for number in range(size):
         book.grant(lease(number), now=NOW)
     book.take_events()
@@ -69,7 +68,6 @@ def measure(results: Results, size: int, *, seed: int) -> None:
         }
     )
     chance = Random(seed)
-    names = [f"{chance.randrange(size):032x}" for _ in range(SAMPLES)]
 
     def claimed(book: LeaseBook, number: int) -> None:
         book.claim(names[number], "c", now=NOW, timeout_s=10.0)
@@ -84,20 +82,23 @@ def measure(results: Results, size: int, *, seed: int) -> None:
     def expired(book: LeaseBook, _number: int) -> None:
         book.expire(now=NOW)
 
+    book = filled(size)
     for repeat in range(ROUNDS):
-        new = [lease(size + number) for number in range(SAMPLES)]
+        first = size + repeat * SAMPLES
+        alive = [record.lease_id for record in book.records()]
+        names = [chance.choice(alive) for _ in range(SAMPLES)]
+        new = [lease(first + number) for number in range(SAMPLES)]
         operations: dict[str, Callable[[LeaseBook, int], None]] = {
             "a claim, and its end": claimed,
             "a renewal": renewed,
-            "looking for what has expired": expired,
-            "a grant, for which the least valuable is given up": granted,
+            "looking for expired ones": expired,
+            "a grant into a full book": granted,
         }
-        book = filled(size)
         for operation, do in operations.items():
-            began = time.perf_counter()
+            began = time.process_time()
             for number in range(SAMPLES):
                 do(book, number)
-            us = (time.perf_counter() - began) / SAMPLES * 1e6
+            us = (time.process_time() - began) / SAMPLES * 1e6
             book.take_events()
             book.take_freed()
             results.add(

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, islice, product
+from statistics import median
 from typing import Any, Final, Literal
 from uuid import uuid4
 
@@ -30,6 +31,7 @@ CLIENTS: Final[tuple[Client, ...]] = (
     "kvloom, no conversation",
     "kvloom, in a conversation",
 )
+Times = dict[Client, list[float]]
 TURNS: Final = 8
 """Of a conversation."""
 CHUNKS: Final = 32
@@ -67,75 +69,89 @@ def _speaking(
     if name != CLIENTS[2]:
         return nullcontext()
     assert isinstance(client, OpenAI | AsyncOpenAI)
-    return client.conversation(thread)
+    return client.conversation(f"{thread}-{name}")
 
 
-def _sync(url: str, name: Client, num: int, *, stream: bool) -> float:
-    kind = openai.OpenAI if name == CLIENTS[0] else OpenAI
-    with kind(base_url=url, api_key="none") as client:
-        warm, plans = _parted(num)
-
-        def call(plan: _Plan) -> None:
-            with _speaking(client, name, plan.thread):
-                answer = client.chat.completions.create(**_asked(plan, stream=stream))
+def _sync(url: str, num: int, *, stream: bool) -> Times:
+    clients = {
+        name: (openai.OpenAI if name == CLIENTS[0] else OpenAI)(
+            base_url=url, api_key="none"
+        )
+        for name in CLIENTS
+    }
+    times = _no_times()
+    for order, plan in _in_order(num):
+        for name in order:
+            began = time.process_time()
+            with _speaking(clients[name], name, plan.thread):
+                asked = _asked(plan, stream=stream)
+                answer = clients[name].chat.completions.create(**asked)
                 for _ in answer if stream else ():
                     pass
-
-        for plan in warm:
-            call(plan)
-        began = time.process_time()
-        for plan in plans:
-            call(plan)
-        return time.process_time() - began
+            times[name].append(time.process_time() - began)
+    for client in clients.values():
+        client.close()
+    return times
 
 
-async def _async(url: str, name: Client, num: int, *, stream: bool) -> float:
-    kind = openai.AsyncOpenAI if name == CLIENTS[0] else AsyncOpenAI
-    async with kind(base_url=url, api_key="none") as client:
-        warm, plans = _parted(num)
-
-        async def call(plan: _Plan) -> None:
-            with _speaking(client, name, plan.thread):
+async def _async(url: str, num: int, *, stream: bool) -> Times:
+    clients = {
+        name: (openai.AsyncOpenAI if name == CLIENTS[0] else AsyncOpenAI)(
+            base_url=url, api_key="none"
+        )
+        for name in CLIENTS
+    }
+    times = _no_times()
+    for order, plan in _in_order(num):
+        for name in order:
+            began = time.process_time()
+            with _speaking(clients[name], name, plan.thread):
                 asked = _asked(plan, stream=stream)
-                answer = await client.chat.completions.create(**asked)
+                answer = await clients[name].chat.completions.create(**asked)
                 if stream:
                     async for _ in answer:
                         pass
-
-        for plan in warm:
-            await call(plan)
-        began = time.process_time()
-        for plan in plans:
-            await call(plan)
-        return time.process_time() - began
+            times[name].append(time.process_time() - began)
+    for client in clients.values():
+        await client.close()
+    return times
 
 
-def _parted(num: int) -> tuple[list[_Plan], list[_Plan]]:
-    return list(islice(_turns(), TURNS)), list(islice(_turns(), num))
+def _no_times() -> Times:
+    return {name: [] for name in CLIENTS}
+
+
+def _in_order(num: int) -> Iterator[tuple[tuple[Client, ...], _Plan]]:
+    """Turns, each with another client first."""
+    for number, plan in enumerate(islice(_turns(), TURNS + num)):
+        first = number % len(CLIENTS)
+        yield CLIENTS[first:] + CLIENTS[:first], plan
 
 
 def measured(url: str, *, calls: int, repeat: int) -> Iterator[dict[str, Any]]:
-    """One repeat: every way of calling, every client, in a rotated order."""
-    for is_async in (False, True):
-        for stream in (False, True):
-            call = f"{'async' if is_async else 'sync'}{', streamed' * stream}"
-            seconds: dict[Client, float] = {}
-            order = CLIENTS[repeat % 3 :] + CLIENTS[: repeat % 3]
-            for name in order:
-                if is_async:
-                    run = _async(url, name, calls, stream=stream)
-                    seconds[name] = asyncio.run(run)
-                else:
-                    seconds[name] = _sync(url, name, calls, stream=stream)
-            for name in CLIENTS:
-                added_s = seconds[name] - seconds[CLIENTS[0]]
-                yield {
-                    "call": call,
-                    "client": name,
-                    "cpu_us": seconds[name] / calls * 1e6,
-                    "added_us": added_s / calls * 1e6,
-                    "repeat": repeat,
-                }
+    """One repeat: every way of calling, the clients in turn at every call.
+
+    ``added_us`` is the median of the differences between two clients' calls that
+    were made one right after the other.
+    """
+    for is_async, stream in product((False, True), (False, True)):
+        call = f"{'async' if is_async else 'sync'}{', streamed' * stream}"
+        if is_async:
+            times = asyncio.run(_async(url, calls, stream=stream))
+        else:
+            times = _sync(url, calls, stream=stream)
+        # The first conversation only opens connections.
+        kept = {name: seconds[TURNS:] for name, seconds in times.items()}
+        theirs = kept[CLIENTS[0]]
+        for name, seconds in kept.items():
+            added = [a - b for a, b in zip(seconds, theirs, strict=True)]
+            yield {
+                "call": call,
+                "client": name,
+                "cpu_us": median(seconds) * 1e6,
+                "added_us": median(added) * 1e6,
+                "repeat": repeat,
+            }
 
 
 def main(argv: list[str] | None = None) -> None:
