@@ -4,9 +4,8 @@
 
 The fakes of this package compute what vLLM would answer, which costs more than
 the router that is to be measured. This one looks for a few words in a request
-and writes bytes that were made beforehand; it is its own process, and prints one
-line once it listens. ``max_tokens`` is the number of a stream's chunks, ``seed``
-the microseconds between two of them (0: all at once).
+and writes bytes that were made beforehand. ``max_tokens`` is the number of a
+stream's chunks, ``seed`` the microseconds between two of them (0: all at once).
 """
 
 import argparse
@@ -14,11 +13,12 @@ import asyncio
 import importlib.util
 import re
 import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakSet
 
 import msgspec
 import zmq
@@ -257,6 +257,11 @@ class CannedProtocol(asyncio.Protocol):
         if self._flow is not None and self._flow.timer is not None:
             self._flow.timer.cancel()
 
+    def abort(self) -> None:
+        """Break the connection, if it is open."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def data_received(self, data: bytes) -> None:
         self._buffer = self._buffer + data if self._buffer else data
         while (request := self._next()) is not None:
@@ -327,31 +332,46 @@ def _turn_of(body: bytes) -> str | None:
     return found[1].decode() if found else None
 
 
+@asynccontextmanager
+async def serving(port: int, lease_port: int | None) -> AsyncIterator[None]:
+    """An engine on loopback, for the time of the block; ports that are free."""
+    loop = asyncio.get_running_loop()
+    ledger = Ledger()
+    protocols: WeakSet[CannedProtocol] = WeakSet()
+
+    def accepted() -> CannedProtocol:
+        protocol = CannedProtocol(ledger)
+        protocols.add(protocol)
+        return protocol
+
+    server = await loop.create_server(accepted, LOOPBACK, port, backlog=4096)
+    context = zmq.asyncio.Context()
+    task: asyncio.Task[None] | None = None
+    if lease_port is not None:
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(f"tcp://{LOOPBACK}:{lease_port}")
+        task = asyncio.create_task(ledger.serve(socket))
+    try:
+        yield
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)
+        server.close()
+        for protocol in list(protocols):
+            protocol.abort()
+
+
 async def serve(port: int, lease_port: int | None) -> None:
     """Answer on loopback until SIGINT or SIGTERM."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    ledger = Ledger()
-    server = await loop.create_server(
-        lambda: CannedProtocol(ledger), LOOPBACK, port, backlog=4096
-    )
-    context = zmq.asyncio.Context()
-    tasks = []
-    if lease_port is not None:
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(f"tcp://{LOOPBACK}:{lease_port}")
-        tasks.append(asyncio.create_task(ledger.serve(socket)))
-    sys.stdout.write(f"canned engine on port {port}\n")
-    sys.stdout.flush()
-    await stop.wait()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    context.destroy(linger=0)
-    server.close()
+    async with serving(port, lease_port):
+        await stop.wait()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -63,8 +63,14 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(error or ConnectionResetError("closed early"))
 
     def data_received(self, data: bytes) -> None:
-        if self._parser is not None:
+        if self._parser is None:
+            return
+        try:
             self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.close()
+            if self._done is not None and not self._done.done():
+                self._done.set_exception(ConnectionError("what came is no HTTP"))
 
     # --- the parser's callbacks
 

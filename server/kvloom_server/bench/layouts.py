@@ -119,6 +119,11 @@ SIMULATE: Final = (
         columns=(
             Column(title="model", name="model"),
             Column(title="pull from", name="basis"),
+            Column(
+                title="computing, µs a token", name="compute_us_per_token", digits=0
+            ),
+            Column(title="pulling, µs a token", name="pull_us_per_token", digits=0),
+            Column(title="and ms at all", name="pull_start_ms", digits=0),
             Column(title="break-even, tokens", name="break_even_tokens", digits=0),
             Column(title="learned, tokens", name="learned_tokens", digits=0),
             Column(title="a warm-up takes, ms", name="warm_up_ms", digits=0),

@@ -263,12 +263,12 @@ def _in_turn(benches: Sequence[Bench], effort: Effort, repeat: int) -> Iterator[
 
 def num_steps(effort: Effort) -> int:
     """How many steps :func:`measure` will tell of."""
-    two, one = (sum(legs == n for legs in _LEGS) for n in (2, 1))
+    two, one = (sum(legs == n for legs in LEGS) for n in (2, 1))
     a_repeat = 3 * (two + one) + 2 + len(effort.streams) * two
     return effort.repeats * a_repeat + two - 1
 
 
-_LEGS: Final = (2, 2, 2, 2, 2, 1, 1, 1, 1)
+LEGS: Final = (2, 2, 2, 2, 2, 1, 1, 1, 1)
 """Of the contenders; a test compares."""
 
 
