@@ -157,10 +157,13 @@ Beside it: no proxy at all (the client calls prefill and decode itself), `vllm-r
 (Rust, from PyPI, `--vllm-pd-disaggregation --kv-connector nixl`, sticky by session), and a
 proxy of FastAPI and httpx like the engine project's examples. One process and one core
 each; engines and load have the other core. *Returns* means that turns get leases and
-handles, which no other proxy does; there, two legs are forced (`KVLOOM_DIRECT_TOKENS=0`).
+handles, which no other proxy does; two legs are forced (`KVLOOM_DIRECT_TOKENS=0`). Memory is
+measured first, so that a router with returns then remembers the conversations of that
+measurement, and its engine lists their leases every ten seconds.
 Medians over the repeats, smallest and largest in brackets. Latency counts from the time
 at which a turn was due, and is compared with the median of the direct calls in the same
-repeat; so a direct call has a p99 too, which is the machine's own.
+repeat; so a direct call has a p99 too, which is the machine's own. A proxy whose most turns
+a second are near the rate of that table, or below it, only shows how its queue grows.
 
 {machine(where)}
 
