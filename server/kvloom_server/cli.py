@@ -15,6 +15,7 @@ from rich.markup import escape
 from kvloom.protocol import ClusterKeyError
 
 from .addresses import DnsSpec, EngineSpec, parse_engine, parse_member
+from .cli_bench import bench
 from .cli_hosts import engine_args
 from .cluster.checks import read_cluster_key
 from .cluster.console import say_error
@@ -407,3 +408,4 @@ def _report(findings: Iterable[Finding]) -> int:
 
 
 app.command("engine-args")(engine_args)
+app.add_typer(bench, name="bench")

@@ -43,6 +43,18 @@ def test_the_readmes_figures_come_from_a_result_file() -> None:
     assert render.updated(text, json.loads(render.RESULT.read_text())) == text
 
 
+def test_the_benchmarks_figures_come_from_result_files() -> None:
+    """docs/benchmarks.md is what the script writes
+    (`python benchmarks/render_benchmarks.py --plots`), and its pictures are there."""
+    render = script("benchmarks/render_benchmarks.py")
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert render.render() == text
+    pictures = re.findall(r"\]\(([\w-]+\.png)\)", text)
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / "docs" / picture).exists()
+
+
 def test_every_command_of_the_readme_is_run_somewhere() -> None:
     """A command that nobody runs here is a command that may not work."""
     run_by = {

@@ -1,0 +1,444 @@
+"""Writes docs/benchmarks.md from the result files, and with --plots its pictures.
+
+kvloom bench router --json docs/results/router.jsonl
+kvloom bench sdk --json docs/results/sdk.jsonl
+kvloom bench pressure --json docs/results/pressure.jsonl
+python benchmarks/lease_book.py --json docs/results/lease_book.jsonl
+kvloom bench simulate --json docs/results/simulate.jsonl
+python benchmarks/render_benchmarks.py --plots
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvloom_server.bench import layouts
+from kvloom_server.bench.laws import REQUESTS
+from kvloom_server.bench.results import Row, read_results
+from kvloom_server.bench.simulate import LEARNING_CONVERSATIONS
+from kvloom_server.bench.statistics import Spread, spread
+from kvloom_server.bench.tables import markdown
+
+ROOT: Final = Path(__file__).parents[1]
+RESULTS: Final = ROOT / "docs" / "results"
+DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
+
+INTRO: Final = """\
+# Benchmarks
+
+Written by `benchmarks/render_benchmarks.py` from `docs/results/`; no figure is typed.
+Each table is one run of the command above it, which anybody can repeat.
+
+## What was not measured
+
+- **No GPU and no network.** Everything ran on one small machine without an accelerator;
+  what is said of GPU clusters is arithmetic on figures that others published.
+- **No engine, in what follows.** The router and the client stand before *canned* engines,
+  which answer at once with the same bytes. So the tables show what the software in front
+  of the engines costs, and nothing of what reuse gains.
+- **No quiet machine.** Others worked on it meanwhile (the load average is given). All
+  sides of a comparison take their turns in one run, and CPU time is counted for each
+  process by itself; it still grows when caches and cores are shared. Read ratios.
+- **Not what was changed since.** A table is of the day and the commit that it names.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the document."""
+
+    file: str
+    write: Callable[[dict[str, Any], list[Row]], str]
+
+
+def machine(where: dict[str, Any]) -> str:
+    """Where a file was measured, as a sentence."""
+    loads = ", ".join(f"{load:g}" for load in where["load_average"])
+    versions = ", ".join(
+        f"{name} {version}" for name, version in where["packages"].items()
+    )
+    return (
+        f"*{where['cpu']}, {where['num_cores']} cores, {where['memory_gib']:g} GiB, "
+        f"{where['system']}, Python {where['python']}; load average before the run "
+        f"{loads}; {where['date'][:10]}, commit {where['commit']}. {versions}.*"
+    )
+
+
+def command(where: dict[str, Any]) -> str:
+    """How the file was made."""
+    return f"    {where['command']}"
+
+
+# --- the router
+
+
+def select(rows: Iterable[Row], **values: object) -> list[Row]:
+    """The rows with these values."""
+    return [row for row in rows if all(row.get(k) == v for k, v in values.items())]
+
+
+def figure(rows: Iterable[Row], name: str, **values: object) -> Spread:
+    """A field's median and spread over the rows with these values."""
+    return spread([row[name] for row in select(rows, **values)])
+
+
+def ratio(rows: Sequence[Row], name: str, *, returns: bool, **values: object) -> float:
+    """kvloom's median over vllm-router's."""
+    ours = figure(rows, name, proxy="kvloom", returns=returns, **values)
+    theirs = figure(rows, name, proxy="vllm-router", **values)
+    return ours.median / theirs.median
+
+
+def aims(rows: Sequence[Row]) -> str:
+    """What the router is to reach, and whether it does."""
+    lines = [
+        "| aim | without returns | with returns | | vllm-router |",
+        "| --- | --: | --: | --- | --: |",
+    ]
+    turn: dict[str, Any] = {"measure": "closed", "streams": 8, "body_bytes": 2048}
+    chunk: dict[str, Any] = {"measure": "streaming", "streams": 32}
+    where: dict[str, Any] = {"measure": "paced", "legs": 2}
+    paced: dict[str, Any] = {**where, "proxy": "kvloom"}
+    for title, most, name, values in (
+        (
+            "CPU of a turn with two legs, times vllm-router's",
+            2.0,
+            None,
+            [
+                ratio(rows, "cpu_us_per_request", returns=r, legs=2, **turn)
+                for r in (False, True)
+            ],
+        ),
+        (
+            "CPU of a chunk at 32 streams, times vllm-router's",
+            1.5,
+            None,
+            [
+                ratio(rows, "cpu_us_per_chunk", returns=r, **chunk)
+                for r in (False, True)
+            ],
+        ),
+        (
+            "added to the first byte at 200 turns/s, p50, ms",
+            1.0,
+            "added_p50_ms",
+            [
+                figure(rows, "added_p50_ms", returns=r, **paced).median
+                for r in (False, True)
+            ],
+        ),
+        (
+            "the same, p99, ms",
+            5.0,
+            "added_p99_ms",
+            [
+                figure(rows, "added_p99_ms", returns=r, **paced).median
+                for r in (False, True)
+            ],
+        ),
+    ):
+        off, on = values
+        verdict = "met" if max(values) <= most else "missed"
+        if min(values) <= most < max(values):
+            verdict = "met without returns"
+        lines.append(
+            f"| {title}: at most {most:g} | {off:.2f} | {on:.2f} | {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def router(where: dict[str, Any], rows: list[Row]) -> str:
+    """``kvloom bench router``."""
+    tables = "\n\n".join(
+        f"**{layout.title}**\n\n{markdown(rows, layout)}" for layout in layouts.ROUTER
+    )
+    return f"""\
+## The router
+
+{command(where)}
+
+Beside it: no proxy at all (the client calls prefill and decode itself), `vllm-router`
+(Rust, from PyPI, `--vllm-pd-disaggregation --kv-connector nixl`, sticky by session), and a
+proxy of FastAPI and httpx like the engine project's examples. One process and one core
+each; engines and load have the other core. *Returns* means that turns get leases and
+handles, which no other proxy does; two legs are forced (`KVLOOM_DIRECT_TOKENS=0`). Memory is
+measured first, so that a router with returns then remembers the conversations of that
+measurement, and its engine lists their leases every ten seconds.
+Medians over the repeats, smallest and largest in brackets. Latency counts from the time
+at which a turn was due, and is compared with the median of the direct calls in the same
+repeat; so a direct call has a p99 too, which is the machine's own. A proxy whose most turns
+a second are near the rate of that table, or below it, only shows how its queue grows.
+
+{machine(where)}
+
+{aims(rows)}
+
+The aims are for two quiet cores, which these were not. That leaves the ratios; of the
+latencies, the last column shows how much the machine itself put in anybody's way.
+
+{tables}
+
+![CPU a turn and a chunk, by proxy](benchmarks-router.png)
+"""
+
+
+# --- the client
+
+
+def sdk(where: dict[str, Any], rows: list[Row]) -> str:
+    """``kvloom bench sdk``."""
+    tables = "\n\n".join(
+        f"**{layout.title}**\n\n{markdown(rows, layout)}" for layout in layouts.SDK
+    )
+    return f"""\
+## The client
+
+{command(where)}
+
+The same conversations of eight turns (a kilobyte a message, 32 chunks a streamed answer)
+through a router, with openai's own client and ours in turn at every call. CPU of the
+client's process; *added* is the median of the differences between neighbouring calls.
+
+{machine(where)}
+
+{tables}
+"""
+
+
+# --- pressure
+
+
+def pivot(
+    rows: Sequence[Row], *, line: str, across: str, value: str, digits: int
+) -> str:
+    """Medians of ``value``: a line for each of one field, a column for another."""
+    columns = list(dict.fromkeys(row[across] for row in rows))
+    lines = list(dict.fromkeys(row[line] for row in rows))
+    head = [line.replace("_", " "), *(f"{column:,}" for column in columns)]
+    made = [head, ["---", *["--:"] * len(columns)]]
+    for name in lines:
+        cells = [
+            f"{figure(rows, value, **{line: name, across: column}).median:,.{digits}f}"
+            for column in columns
+        ]
+        made.append([str(name), *cells])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in made)
+
+
+def pressure(where: dict[str, Any], rows: list[Row]) -> str:
+    """``kvloom bench pressure``."""
+    times = select(rows, row="pressure")
+    memory = select(rows, row="pressure_memory")
+    return f"""\
+## Many conversations
+
+{command(where)}
+
+The router's map with as many conversations as the head says, each with one lease, on four
+prefill and four decode engines: CPU µs an operation, median of five. A *turn* is all that
+the map does for one: what is known of it, its plan, its lease. A *newcomer* pushes the
+oldest out of a full map.
+
+{machine(where)}
+
+{pivot(times, line="operation", across="conversations", value="us", digits=0)}
+
+Memory that Python holds for each conversation, in bytes:
+
+{pivot(memory, line="what", across="conversations", value="bytes", digits=0)}
+"""
+
+
+def lease_book(where: dict[str, Any], rows: list[Row]) -> str:
+    """``benchmarks/lease_book.py``."""
+    times = select(rows, row="pressure")
+    memory = select(rows, row="pressure_memory")
+    return f"""\
+The same of a decode engine's lease book, by the number of leases of 512 tokens:
+
+{command(where)}
+
+{pivot(times, line="operation", across="conversations", value="us", digits=1)}
+
+{pivot(memory, line="what", across="conversations", value="bytes", digits=0)}
+"""
+
+
+# --- simulation
+
+
+def simulate(where: dict[str, Any], rows: list[Row]) -> str:
+    """``kvloom bench simulate``."""
+    cells = select(rows, row="simulate")
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in cells):
+        for basis in ("TTFT", "transfer alone"):
+            chosen = select(cells, model=model, basis=basis)
+            table = pivot(
+                chosen, line="mode", across="prefix_tokens", value="ttft_ms", digits=0
+            )
+            parts.append(f"**{model}, a pull's cost from: {basis}** (ms)\n\n{table}")
+    known = [row for row in cells if row["published_ms"] and row["mode"] == "lazy"]
+    checks = "\n".join(
+        f"| {r['model']} | {r['prefix_tokens']:,} | {r['basis']} | "
+        f"{r['published_ms']:,.0f} | {r['ttft_ms']:,.0f} | {r['error_percent']:+.0f} % |"
+        for r in known
+    )
+    thresholds = markdown(rows, layouts.SIMULATE[1])
+    laws = select(rows, row="simulate_threshold")
+    unexplained = ", ".join(
+        f"{model}: {_pull_us(laws, model, 'TTFT'):.0f} µs a token instead of "
+        f"{_pull_us(laws, model, 'transfer alone'):.0f}"
+        for model in dict.fromkeys(row["model"] for row in laws)
+    )
+    tables = "\n\n".join(parts)
+    num_learned = LEARNING_CONVERSATIONS * REQUESTS
+    return f"""\
+## GPU clusters, by arithmetic
+
+{command(where)}
+
+A law says how long a leg takes on one prefill and one decode node of eight H200 with EFA,
+calibrated on the vLLM project's post of 2026-10-12 (bidirectional transfer, prefill's
+cache off, ten conversations of five requests). Who does which leg and what is pulled is
+the router's own `plan()`, with prices that its learner takes from the simulated legs. The
+post's text has the ends of each curve; between them nothing could be compared. *off* and
+*lazy* are what it measured. Its conversations had no pauses; for *eager* a tool is taken
+to run for two seconds, and prefill to keep what it read. *direct* computes the new tokens
+on decode. Left out: queues, and what direct turns cost the answers beside them.
+
+Does the model say what was published? With a pull's cost taken from TTFT it must, at the
+ends of the curves; taken from prefill's own log, TTFT is a prediction:
+
+| model | history | a pull's cost from | published, ms | simulated, ms | off by |
+| --- | --: | --- | --: | --: | --: |
+{checks}
+
+{tables}
+
+*Transfer alone* leaves out what the post's TTFT shows beyond transfer and computing, and
+does not explain ({unexplained}): what lazy returns could be.
+
+{thresholds}
+
+*Learned* is the threshold that the router has after {num_learned} turns of several lengths, having
+started from 64. A warm-up longer than the tool runs is given up, and the turn is lazy.
+
+![TTFT by history, simulated](benchmarks-simulate.png)
+"""
+
+
+def _pull_us(laws: Sequence[Row], model: str, basis: str) -> float:
+    return figure(laws, "pull_us_per_token", model=model, basis=basis).median
+
+
+SECTIONS: Final = (
+    Section("router.jsonl", router),
+    Section("sdk.jsonl", sdk),
+    Section("pressure.jsonl", pressure),
+    Section("lease_book.jsonl", lease_book),
+    Section("simulate.jsonl", simulate),
+)
+
+
+def render(folder: Path = RESULTS) -> str:
+    """The whole document."""
+    parts = [INTRO]
+    for section in SECTIONS:
+        where, rows = read_results(folder / section.file)
+        parts.append(section.write(where, rows))
+    return "\n".join(parts)
+
+
+# --- plots
+
+
+def plot_router(rows: Sequence[Row], path: Path) -> None:
+    """CPU a turn and a chunk, by proxy, with the spread."""
+    import matplotlib.pyplot as plt
+
+    names = {
+        "kvloom": ("kvloom", False),
+        "kvloom, returns": ("kvloom", True),
+        "vllm-router": ("vllm-router", False),
+        "fastapi-httpx": ("fastapi-httpx", False),
+    }
+    panels = (
+        ("a turn, two legs", "cpu_us_per_request", {"streams": 8, "body_bytes": 2048}),
+        ("a chunk, 32 streams", "cpu_us_per_chunk", {"streams": 32}),
+    )
+    drawn, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
+    for axis, (title, name, values) in zip(axes, panels, strict=True):
+        measured = [
+            figure(
+                [row for row in rows if row.get(name) is not None],
+                name,
+                proxy=proxy,
+                returns=returns,
+                legs=2,
+                **values,
+            )
+            for proxy, returns in names.values()
+        ]
+        middle = [each.median for each in measured]
+        reach = [
+            [each.median - each.low for each in measured],
+            [each.high - each.median for each in measured],
+        ]
+        axis.barh(list(names), middle, xerr=reach, color=_COLOURS[: len(names)])
+        axis.invert_yaxis()
+        axis.set_title(f"CPU of {title}, µs", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    drawn.savefig(path, dpi=110)
+    plt.close(drawn)
+
+
+def plot_simulate(rows: Sequence[Row], path: Path) -> None:
+    """TTFT over the history's length, a line a mode."""
+    import matplotlib.pyplot as plt
+
+    cells = select(rows, row="simulate", basis="TTFT")
+    models = list(dict.fromkeys(row["model"] for row in cells))
+    drawn, axes = plt.subplots(1, len(models), figsize=(9, 3.2), layout="constrained")
+    for axis, model in zip(axes, models, strict=True):
+        mine = select(cells, model=model)
+        for colour, mode in zip(
+            _COLOURS, ("off", "lazy", "eager", "direct"), strict=True
+        ):
+            line = select(mine, mode=mode)
+            style = "--" if mode == "direct" else "-"
+            at, ms = ([row[n] for row in line] for n in ("prefix_tokens", "ttft_ms"))
+            axis.plot(at, ms, style, color=colour, label=mode)
+        known = [row for row in mine if row["published_ms"]]
+        axis.scatter(
+            [row["prefix_tokens"] for row in known],
+            [row["published_ms"] for row in known],
+            color="black",
+            s=18,
+            zorder=3,
+            label="published",
+        )
+        axis.set_title(f"{model}: TTFT, ms, by tokens of history", fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=9)
+    drawn.savefig(path, dpi=110)
+    plt.close(drawn)
+
+
+_COLOURS: Final = ("#c2410c", "#0369a1", "#6d28d9", "#15803d")
+
+
+def plot(folder: Path = RESULTS) -> None:
+    """Write the document's pictures."""
+    for name, draw in (("router", plot_router), ("simulate", plot_simulate)):
+        _, rows = read_results(folder / f"{name}.jsonl")
+        draw(rows, DOCUMENT.with_name(f"benchmarks-{name}.png"))
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render())
+    if "--plots" in sys.argv[1:]:
+        plot()

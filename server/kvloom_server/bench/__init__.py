@@ -1,0 +1,1 @@
+"""``kvloom bench``: ratios against what a user would pick instead, measured here."""

@@ -1,0 +1,160 @@
+"""``kvloom bench``: one function a benchmark; progress, tables, a result file."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from .bench import layouts, pressure, proxies, sdk, simulate
+from .bench.contenders import BenchUnavailableError
+from .bench.environment import arguments, environment
+from .bench.load import LoadError
+from .bench.processes import ProcessFailedError
+from .bench.results import Results
+from .bench.tables import Layout, table
+from .cluster.console import say_error
+from .cluster.ports import PortTakenError
+from .cluster.stop import StoppedError, StopSignal, until_stopped
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Measure kvloom beside what you would pick instead, on this machine.",
+)
+
+Step = Callable[[str], None]
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write JSON lines here: the environment, then rows."),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Less of everything.")]
+Repeats = Annotated[
+    int | None, typer.Option(min=1, help="How often each thing is measured.")
+]
+Seed = Annotated[int, typer.Option(help="Of what is chosen at random.")]
+
+
+@bench.command()
+def router(
+    json: JsonFile = None, quick: Quick = False, repeats: Repeats = None
+) -> None:
+    """The router beside a direct call, vllm-router, and a FastAPI proxy.
+
+    Canned engines, one process and one core a proxy, all in turn in one run.
+    Needs the extra: pip install 'kvloom[bench]'.
+    """
+    effort = proxies.effort(is_quick=quick, repeats=repeats)
+
+    async def run(results: Results, step: Step) -> None:
+        await proxies.measure(results, effort, step=step)
+
+    _awaited(run, json, layouts.ROUTER, total=proxies.num_steps(effort))
+
+
+@bench.command("sdk")
+def sdk_(json: JsonFile = None, quick: Quick = False, repeats: Repeats = None) -> None:
+    """What the OpenAI client adds to a call over openai's own, and to a start."""
+    times = repeats or (2 if quick else 5)
+    calls = 40 if quick else 200
+
+    async def run(results: Results, step: Step) -> None:
+        await sdk.measure(results, repeats=times, calls=calls, step=step)
+
+    _awaited(run, json, layouts.SDK, total=sdk.num_steps(times))
+
+
+@bench.command("pressure")
+def pressure_(json: JsonFile = None, quick: Quick = False, seed: Seed = 0) -> None:
+    """Whether a decision costs more with 100,000 conversations in the map."""
+    sizes = pressure.SIZES[:3] if quick else pressure.SIZES
+    total = pressure.num_steps(sizes)
+    with _results(json, layouts.PRESSURE) as results, _steps(total) as step:
+        pressure.measure(results, sizes=sizes, seed=seed, step=step)
+
+
+@bench.command("simulate")
+def simulate_(json: JsonFile = None) -> None:
+    """The router's decisions on GPU clusters whose speed was published.
+
+    Pure arithmetic: the same figures everywhere.
+    """
+    with _results(json, layouts.SIMULATE) as results:
+        for row in simulate.rows():
+            results.add(row)
+
+
+def _awaited(
+    run: Callable[[Results, Step], Awaitable[None]],
+    json: Path | None,
+    shown: Sequence[Layout],
+    *,
+    total: int,
+) -> None:
+    """Run a benchmark that starts processes; Ctrl-C stops all of them."""
+
+    async def measured() -> None:
+        with StopSignal() as stop, _steps(total) as step:
+            task = asyncio.ensure_future(run(results, step))
+            await until_stopped(stop, task)
+
+    loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    with _results(json, shown) as results, loop as runner:
+        runner.run(measured())
+
+
+@contextmanager
+def _results(json: Path | None, shown: Sequence[Layout]) -> Iterator[Results]:
+    """Rows to be filled in, which are shown at the end."""
+    console = Console()
+    try:
+        with Results(json, environment(arguments())) as results:
+            yield results
+    except StoppedError:
+        console.print("stopped")
+        sys.exit(130)
+    except (
+        BenchUnavailableError,
+        LoadError,
+        OSError,
+        PortTakenError,
+        ProcessFailedError,
+    ) as error:
+        say_error(Console(stderr=True), str(error))
+        sys.exit(1)
+    for layout in shown:
+        console.print(table(results.rows, layout))
+
+
+@contextmanager
+def _steps(total: int) -> Iterator[Step]:
+    """A progress bar; what it yields is told of each step before it is taken."""
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+        taken = -1
+
+        def step(title: str) -> None:
+            nonlocal taken
+            taken += 1
+            progress.update(task, completed=taken, description=title)
+
+        yield step
+        progress.update(task, completed=total, description="done")
