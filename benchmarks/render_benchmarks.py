@@ -101,7 +101,7 @@ def aims(rows: Sequence[Row]) -> str:
     chunk: dict[str, Any] = {"measure": "streaming", "streams": 32}
     where: dict[str, Any] = {"measure": "paced", "legs": 2}
     paced: dict[str, Any] = {**where, "proxy": "kvloom"}
-    for title, most, name, values in (
+    for title, most, _, values in (
         (
             "CPU of a turn with two legs, times vllm-router's",
             2.0,

@@ -17,6 +17,7 @@ from kvloom.protocol import ClusterKeyError
 from .addresses import DnsSpec, EngineSpec, parse_engine, parse_member
 from .cli_bench import bench
 from .cli_hosts import engine_args
+from .cli_status import status
 from .cluster.checks import read_cluster_key
 from .cluster.console import say_error
 from .cluster.doctor import Finding, examine
@@ -36,7 +37,6 @@ from .router import EnginesFileError
 from .router import serve as serve_router
 from .router.tracing import TracingUnavailableError
 from .settings import Returns, RouterSettings, Transfer
-from .status import StatusError, show_status
 
 app = typer.Typer(
     add_completion=False,
@@ -183,6 +183,10 @@ def serve(
     upstream_ca_file: Annotated[
         Path | None, typer.Option(help="PEM: who vouches for https:// engines.")
     ] = None,
+    token_exact: Annotated[
+        bool | None,
+        typer.Option(help="Keep generated tokens in the history, however written."),
+    ] = None,
     max_turns_per_engine: Annotated[
         int | None, typer.Option(min=1, help="More wait in line; else no bound.")
     ] = None,
@@ -210,6 +214,7 @@ def serve(
             port=port,
             returns=returns,
             transfer=transfer,
+            token_exact=token_exact,
             connector=connector and connector.value,
             cluster_key_file=cluster_key_file,
             handle_key_file=handle_key_file,
@@ -325,41 +330,6 @@ async def _demo(
 
 
 @app.command()
-def status(
-    url: Annotated[
-        str, typer.Option(help="The router's address.", envvar="KVLOOM_URL")
-    ] = "http://127.0.0.1:8000",
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until Ctrl-C.")] = False,
-    key: Annotated[
-        str | None,
-        typer.Option(
-            help="An admin key, where the router asks for one.",
-            envvar="KVLOOM_ADMIN_KEY",
-            show_envvar=True,
-        ),
-    ] = None,
-) -> None:
-    """Show a running router: whether reuse works, its engines, its last decisions."""
-    sys.exit(asyncio.run(_status(url, key, is_watching=watch)))
-
-
-async def _status(url: str, key: str | None, *, is_watching: bool) -> int:
-    console = Console()
-    with StopSignal() as stop:
-        task = asyncio.create_task(
-            show_status(console, url, key=key, is_watching=is_watching)
-        )
-        try:
-            await until_stopped(stop, task)
-        except StoppedError:
-            return 0
-        except StatusError as error:
-            say_error(Console(stderr=True), str(error))
-            return 1
-    return 0
-
-
-@app.command()
 def doctor(
     engine: Annotated[
         list[str] | None,
@@ -408,4 +378,5 @@ def _report(findings: Iterable[Finding]) -> int:
 
 
 app.command("engine-args")(engine_args)
+app.command()(status)
 app.add_typer(bench, name="bench")
