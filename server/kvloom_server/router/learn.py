@@ -217,7 +217,9 @@ class Learner:
     def pair(self, prefill: str, decode: str) -> PairModel:
         """This pair's model, made where there is none."""
         key = (prefill, decode)
-        found = self._pairs.setdefault(key, PairModel())
+        found = self._pairs.get(key)
+        if found is None:
+            found = self._pairs[key] = PairModel()
         self._pairs.move_to_end(key)
         if len(self._pairs) > MAX_PAIRS:
             self._pairs.popitem(last=False)
