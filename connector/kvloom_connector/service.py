@@ -222,12 +222,14 @@ class LeaseService:
 
     def _serve(self, peer: bytes, tag: bytes, message: Any) -> None:
         now = self._clock()
+        if peer in self._subscribers:
+            self._subscribers[peer] = now + SUBSCRIPTION_S
         with self._lock:
             self._book.expire(now=now)
             if isinstance(message, Await):
                 reply: Any = self._announcements.ask(message.name, (peer, tag))
             else:
-                reply = self._answer(message, now=now)
+                reply = self._answer(peer, message, now=now)
             events = self._book.take_events()
         # Before the reply: a snapshot includes these events, and a reader that
         # has it would take them for old.
@@ -236,10 +238,10 @@ class LeaseService:
             self._subscribers[peer] = now + SUBSCRIPTION_S
         self._socket.send_multipart([peer, *_tagged(reply, tag)])
 
-    def _answer(self, message: Any, *, now: float) -> Any:
+    def _answer(self, peer: bytes, message: Any, *, now: float) -> Any:
         match message:
             case Hello(version=version):
-                return self._welcome(version)
+                return self._welcome(peer, version)
             case Claim():
                 return self._claim(message, now=now)
             case Release(lease_id=lease_id, claim_id=None):
@@ -255,7 +257,7 @@ class LeaseService:
             case _:
                 return Refused(reason="not a request of this protocol")
 
-    def _welcome(self, version: int) -> Any:
+    def _welcome(self, peer: bytes, version: int) -> Any:
         if version != PROTOCOL_VERSION:
             return Refused(reason=f"this engine speaks version {PROTOCOL_VERSION}")
         return Welcome(
@@ -263,6 +265,8 @@ class LeaseService:
             engine_id=self._identity.engine_id,
             boot_id=self._boot_id,
             block_size=self._identity.block_size,
+            seq=self._book.seq,
+            is_subscribed=peer in self._subscribers,
         )
 
     def _was_good(self, confirm: Confirm) -> bool:

@@ -175,6 +175,7 @@ def test_hello_says_who_answers(peer, dial):
         engine_id="decode-1",
         boot_id=welcome.boot_id,
         block_size=4,
+        seq=0,
     )
     with serving() as other:
         again = dial(other).ask(Hello())
@@ -358,6 +359,23 @@ def test_a_silent_subscriber_is_forgotten(service, dial, clock):
     assert alive.receive()[0].lease_id == "turn"
     # The event would have come before this reply.
     assert isinstance(silent.ask(Hello()), Welcome)
+
+
+def test_a_greeting_keeps_the_feed_and_says_how_far_it_is(service, dial, clock):
+    """Whoever greets in time need not have every lease listed again."""
+    peer = dial(service)
+    assert not peer.ask(Hello()).is_subscribed
+    seq = peer.ask(Subscribe()).seq
+    for _ in range(4):
+        clock.now += SUBSCRIPTION_S / 2
+        welcome = peer.ask(Hello())
+        assert (welcome.is_subscribed, welcome.seq) == (True, seq)
+    grant(service, lease())
+    assert peer.receive()[0].seq == seq + 1
+    assert peer.ask(Hello()).seq == seq + 1
+    clock.now += SUBSCRIPTION_S + 1
+    grant(service, lease("b"))
+    assert not peer.ask(Hello()).is_subscribed
 
 
 def test_a_subscriber_that_is_gone_harms_nobody(service, dial):

@@ -62,6 +62,10 @@ class Welcome:
     """Changes with every start of the engine: leases of another boot are gone."""
     block_size: int
     """Tokens a block."""
+    seq: int = -1
+    """The feed's last event; every one up to it was sent before this."""
+    is_subscribed: bool = False
+    """Whether who asks hears the feed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +204,10 @@ class ListLeases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subscribe:
-    """Asks for the feed from now on; repeated as a sign of life.
+    """Asks for the feed from now on, and for all that it is about.
 
-    A subscriber that was not heard for :data:`SUBSCRIPTION_S` is forgotten.
+    A subscriber that was not heard for :data:`SUBSCRIPTION_S` is forgotten;
+    whatever it says is a sign of life, such as ``Hello``.
     """
 
 

@@ -206,7 +206,7 @@ class LeaseService:
     def _answer(self, peer: bytes, message: object) -> object | None:
         match message:
             case Hello(version=version):
-                return self._welcome(version)
+                return self._welcome(peer, version)
             case Claim():
                 return self._claim(message)
             case Release():
@@ -226,7 +226,7 @@ class LeaseService:
             case _:
                 return None
 
-    def _welcome(self, version: int) -> object:
+    def _welcome(self, peer: bytes, version: int) -> object:
         if version != PROTOCOL_VERSION:
             return Refused(reason=f"speaks version {PROTOCOL_VERSION}, not {version}")
         return Welcome(
@@ -234,6 +234,8 @@ class LeaseService:
             engine_id=self.engine_id,
             boot_id=self.boot_id,
             block_size=self._pool.block_size,
+            seq=self.book.seq,
+            is_subscribed=peer in self._subscribers,
         )
 
     def _claim(self, claim: Claim) -> object:

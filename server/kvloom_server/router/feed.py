@@ -95,6 +95,7 @@ class LeaseFeed:
         self._let_go = let_go
         self._clock = clock
         self._seq = -1
+        self._boot_id = ""
         self._mail: LeaseMail | None = None
         self._provisional: set[str] = set()
         self._kicked = asyncio.Event()
@@ -167,12 +168,17 @@ class LeaseFeed:
                 self._ask(mail, question)
             message = await self._hear(mail, due.wait_s(now))
             if isinstance(message, Leases):
-                due.answer_by = math.inf
+                due.answer_by, due.is_stale = math.inf, False
                 self._take_snapshot(message)
-            elif isinstance(message, LeaseEvent):
-                is_whole = self._take_event(message)
-                if not is_whole and due.answer_by == math.inf:
-                    due.renew_at = 0.0
+            elif isinstance(message, Welcome):
+                due.welcomed(is_current=self._is_current(message))
+            elif isinstance(message, LeaseEvent) and not self._take_event(message):
+                due.missed()
+
+    def _is_current(self, welcome: Welcome) -> bool:
+        """Whether nothing was missed of the feed, and nothing will be."""
+        life = (welcome.boot_id, welcome.seq)
+        return welcome.is_subscribed and life == (self._boot_id, self._seq)
 
     def _ask(self, mail: LeaseMail, question: Hello | Subscribe) -> None:
         mail.send(question)
@@ -186,7 +192,7 @@ class LeaseFeed:
         return message
 
     def _take_snapshot(self, snapshot: Leases) -> None:
-        self._seq = snapshot.seq
+        self._seq, self._boot_id = snapshot.seq, snapshot.boot_id
         let = self._directory.replace(self.engine, snapshot, self._clock())
         if not self.live.is_set():
             log.info(
@@ -234,21 +240,37 @@ class _Due:
 
     probe_s: float
     renew_at: float = 0.0
-    """When to subscribe again; 0 is now."""
+    """When to give a sign of life; 0 is now."""
+    is_stale: bool = True
+    """Whether all leases have to be listed; else a greeting tells that nothing was
+    missed, however many there are."""
     probe_at: float = 0.0
     answer_by: float = math.inf
+
+    def welcomed(self, *, is_current: bool) -> None:
+        """A greeting was answered."""
+        if self.is_stale:
+            return  # the list is under way
+        self.answer_by = math.inf
+        if not is_current:
+            self.missed()
+
+    def missed(self) -> None:
+        """Something of the feed was: ask for the list, unless an answer is due."""
+        if self.answer_by == math.inf:
+            self.is_stale, self.renew_at = True, 0.0
 
     def questions(self, now: float, *, is_busy: bool) -> list[Hello | Subscribe]:
         """What to ask now.
 
         Raises:
-            FeedBrokenError: a subscription was not answered in time.
+            FeedBrokenError: it was asked, and did not answer in time.
         """
         if now >= self.answer_by:
             raise FeedBrokenError("it does not answer")
         due: list[Hello | Subscribe] = []
         if now >= self.renew_at:
-            due.append(Subscribe())
+            due.append(Subscribe() if self.is_stale else Hello())
             self.renew_at = now + SUBSCRIPTION_S / 3
             self.answer_by = min(self.answer_by, now + REPLY_S)
         if now >= self.probe_at:
