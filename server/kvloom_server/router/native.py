@@ -70,22 +70,24 @@ class NativeUpstream:
         await asyncio.sleep(0)
 
     async def send(self, request: UpstreamRequest) -> UpstreamResponse:
-        parts = urlsplit(request.url)
-        head = _head(request, parts)
-        connection = await self._connection(parts)
         try:
-            answer = connection.begin(is_head=request.method == "HEAD")
+            parts = urlsplit(request.url)
+            key = _key(parts)
+            head = _head(request, parts)
+        except ValueError as error:  # a text that is no UTF-8 is one
+            raise UnreachableError(f"it can't be asked: {error}") from error
+        connection = await self._connection(key)
+        answer = connection.begin(is_head=request.method == "HEAD")
+        try:
             await connection.write(head, request, answer)
             await answer.head()
         except BaseException:
-            connection.abort()
+            # Not the connection: once all is answered that is another request's.
+            answer.give_up()
             raise
         return answer
 
-    async def _connection(self, parts: SplitResult) -> "_Connection":
-        is_secure = parts.scheme == "https"
-        port = parts.port or (443 if is_secure else 80)
-        key = (parts.scheme, parts.hostname or "", port)
+    async def _connection(self, key: _Key) -> "_Connection":
         while idle := self._idle.get(key):
             connection, _ = idle.popitem()
             if connection.take():
@@ -95,9 +97,13 @@ class NativeUpstream:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    made, key[1], port, ssl=self._context() if is_secure else None
+                    made,
+                    key[1],
+                    key[2],
+                    ssl=self._context() if key[0] == "https" else None,
                 )
-        except OSError as error:  # a timeout is one
+        except (OSError, ValueError) as error:
+            # A timeout is the one, a name that can't be one of a host the other.
             raise UnreachableError(f"{type(error).__name__}: {error}") from error
         return connection
 
@@ -123,6 +129,15 @@ class NativeUpstream:
         self._idle.setdefault(key, {})[connection] = None
 
 
+def _key(parts: SplitResult) -> _Key:
+    """
+    Raises:
+        ValueError: the port is none.
+    """
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return parts.scheme, parts.hostname or "", port
+
+
 def _head(request: UpstreamRequest, parts: SplitResult) -> bytes:
     target = parts.path or "/"
     if parts.query:
@@ -141,7 +156,7 @@ def _head(request: UpstreamRequest, parts: SplitResult) -> bytes:
         lines.append(f"content-length: {len(request.body)}")
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
-        raise UnreachableError("a header must not hold a line break")
+        raise ValueError("a header must not hold a line break")
     try:
         # The bytes that a client's headers came as.
         encoded = text.encode("latin-1")
@@ -170,6 +185,8 @@ class _Connection(asyncio.Protocol):
         self._num_head_bytes = 0
         self._is_whole = False
         """Whether the request has been sent to its end."""
+        self._is_astray = False
+        """Whether more came than was asked for."""
 
     # ── life ─────────────────────────────────────────────────────────────────
 
@@ -241,9 +258,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._write(head)
             is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in head
-            if not await self._parts(request.body, answer, is_chunked=is_chunked):
-                return
-            self._is_whole = True
+            await self._parts(request.body, answer, is_chunked=is_chunked)
         # Else it is answered, and the connection may be another request's.
         if self._answer is answer:
             loop = asyncio.get_running_loop()
@@ -252,11 +267,11 @@ class _Connection(asyncio.Protocol):
 
     async def _parts(
         self, body: AsyncIterable[bytes], answer: "_Answer", *, is_chunked: bool
-    ) -> bool:
-        """Whether all of it was sent."""
+    ) -> None:
+        """Send them, unless an answer comes first."""
         async for part in body:
             if self._answer is not answer or answer.has_head:
-                return False
+                return
             if part and is_chunked:
                 self._write(b"%x\r\n%s\r\n" % (len(part), part))
             elif part:
@@ -264,7 +279,7 @@ class _Connection(asyncio.Protocol):
             await self._drained()
         if is_chunked:
             self._write(b"0\r\n\r\n")
-        return True
+        self._is_whole = True
 
     def _write(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
@@ -272,6 +287,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(data)
 
     async def _drained(self) -> None:
+        """Wait until the engine has taken what was sent, or has answered."""
         if self._may_write.is_set():
             return
         try:
@@ -305,6 +321,8 @@ class _Connection(asyncio.Protocol):
         if not answer.has_head and self._num_head_bytes > MAX_HEADER_BYTES:
             answer.cut_off("its head is too long")
             self.abort()
+        if self._is_astray:
+            self.abort()  # it would pass for the next request's answer
         answer.tell()
 
     def eof_received(self) -> bool:
@@ -322,17 +340,21 @@ class _Connection(asyncio.Protocol):
         if is_full:
             self._transport.pause_reading()
         else:
+            # Until now it had no chance to speak.
+            self._heard = asyncio.get_running_loop().time()
             self._transport.resume_reading()
 
     # What httptools calls.
 
     def on_message_begin(self) -> None:
-        if self._answer is not None:
-            self._answer.headers = ()
+        if self._answer is None:
+            self._is_astray = True
+        else:
             self._answer.raw_headers.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._answer is not None:
+        # What follows a body is nobody's.
+        if self._answer is not None and not self._answer.has_head:
             self._answer.raw_headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -341,6 +363,7 @@ class _Connection(asyncio.Protocol):
         if answer is None or status < HTTPStatus.OK:
             return
         answer.start(status)
+        self._may_write.set()
         if answer.is_head:
             # The parser would wait for a body that never comes.
             answer.complete()
@@ -359,7 +382,8 @@ class _Connection(asyncio.Protocol):
         answer.complete()
         self._answer = None
         self._stop_timer()
-        if not keeps or self._transport is None:
+        transport = self._transport
+        if not keeps or transport is None or transport.get_write_buffer_size():
             self.abort()
             return
         if answer.is_held_back:
@@ -412,6 +436,10 @@ class _Answer:
                 await self._news()
 
     async def abort(self) -> None:
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Close its connection, if there is more of it to come."""
         connection = self._connection
         self.cut_off("it was given up")
         if connection is not None:
