@@ -19,6 +19,7 @@ from kvloom_server.router.exact import (
     say_the_same,
 )
 
+LOST = "\ufffd"
 END = 2
 WORDS = st.lists(st.integers(3, 99), max_size=12)
 JSON_OBJECTS = st.dictionaries(
@@ -131,6 +132,13 @@ def test_other_arguments_say_something_else(one, other):
         ('{"a": 1}', '{"a": true}'),
         ('{"a": 1} {"b": 2}', '{"b": 2} {"a": 1}'),
         ("{" * 20_000, "{" * 20_001),
+        # Of two values of one name a reader takes the one or the other.
+        ('<tool_call>{"a": 1, "a": 2}', '<tool_call>{"a": 2}'),
+        # As numbers of a machine these are the same.
+        ('<tool_call>{"a": 1e400}', '<tool_call>{"a": 1e500}'),
+        ('<tool_call>{"a": 0.1}', '<tool_call>{"a": 0.1000000000000000055}'),
+        # Bytes that are no text all read alike.
+        ("a\ufffd", "a\ufffd"),
     ],
 )
 def test_words_that_differ_are_told_apart(one, other):
@@ -139,7 +147,72 @@ def test_words_that_differ_are_told_apart(one, other):
     assert not say_the_same(one, other)
 
 
-@given(st.text(), st.text())
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("d = {}\n    return d", "d = {}\nreturn d"),
+        ('Write {"a": 1}.', 'Write {"a":1}.'),
+        ('Write {"b": 1, "a": 2}.', 'Write {"a": 2, "b": 1}.'),
+        ("<pre>\n    x</pre>", "<pre>\nx</pre>"),
+        ("<ul> <li>", "<ul><li>"),
+        # Calls in tags of their own, whose values are plain text.
+        *(
+            (call.format(one), call.format(other))
+            for call in (
+                "<tool_call>\n<function=f>\n<parameter=code>\n{}\n</parameter>\n"
+                "</function>\n</tool_call>",
+                "<tool_call>f\n<arg_key>code</arg_key>\n<arg_value>{}</arg_value>\n"
+                "</tool_call>",
+            )
+            for one, other in (
+                ("    x = 1", "x = 1"),
+                ("x ", "x"),
+                ("  ", " "),
+                ('{"a": 1}', '{"a":1}'),
+            )
+        ),
+        # Cut off within a word, where more may follow.
+        ("<tool_call>a ", "<tool_call>a"),
+    ],
+)
+def test_white_space_of_a_text_is_its_own(one, other):
+    """Whoever indents a program, or writes JSON in an answer or in an argument in
+    another way, has changed it: that is no call written anew."""
+    assert not say_the_same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (
+            'Sure.<tool_call>{"name":"f","arguments":{"a":1e3}}</tool_call><|im_end|>',
+            'Sure.\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1000.0}}\n'
+            "</tool_call><|im_end|>",
+        ),
+        (
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1, "b": 2}}]</s>',
+            '[TOOL_CALLS][{"name": "f", "arguments": {"b": 2, "a": 1}}]</s>',
+        ),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}</s>', '[TOOL_CALLS]f[ARGS]{"a":1}</s>'),
+        (
+            '{"name": "f", "parameters": {"a": "\\u00e9"}}<|eot_id|>',
+            '{"name": "f", "parameters": {"a": "é"}}<|eot_id|>',
+        ),
+        (
+            '<\uff5ctool▁sep\uff5c>f\n```json\n{"a": 1}\n```<\uff5ctool▁call▁end\uff5c>',
+            '<\uff5ctool▁sep\uff5c>f\n```json\n{"a":1}\n```<\uff5ctool▁call▁end\uff5c>',
+        ),
+        ('<function=f>{"a": 1}</function>', '<function=f>{"a":1}</function>'),
+        ("<think>\nHm.\n</think>\n\nYes.", "<think>\nHm.</think>Yes."),
+        ("Yes. \n<|im_end|>", "Yes.<|im_end|>"),
+    ],
+)
+def test_templates_write_calls_in_their_own_way(one, other):
+    """As the templates of well-known families put them."""
+    assert say_the_same(one, other)
+
+
+@given(st.text().filter(lambda t: LOST not in t), st.text())
 def test_any_two_texts_can_be_compared(one, other):
     """No text breaks it, and each says the same as itself."""
     assert say_the_same(one, one)

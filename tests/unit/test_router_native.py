@@ -86,6 +86,31 @@ async def test_an_early_answer_that_falls_silent_is_broken() -> None:
             await asyncio.wait_for(read_all(response), 30)
 
 
+async def test_an_answer_that_comes_before_a_body_ends_is_the_answer(
+    upstream: NativeUpstream,
+) -> None:
+    """Also when only the body's end was still to be sent."""
+    has_come = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK)
+        await writer.drain()
+        has_come.set()
+        await reader.read()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"a beginning"
+        await has_come.wait()
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    async with serving(serve) as server:
+        for _ in range(3):
+            has_come.clear()
+            request = UpstreamRequest(method="POST", url=server.url, body=parts())
+            assert await read_all(await upstream.send(request)) == b"ok"
+
+
 async def test_a_refusal_is_heard_though_the_body_is_not_taken(
     upstream: NativeUpstream,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvloom_server.router.sources import (
     FileSource,
     parse_engines,
 )
+from kvloom_server.router.watched import MAX_BYTES
 
 pytestmark = pytest.mark.anyio
 
@@ -114,6 +116,38 @@ async def test_a_file_that_vanishes_changes_nothing(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "huge"])
+async def test_what_is_no_file_of_ours_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """It may be a pipe on which nobody writes, or a device without an end: the
+    look at it ends, what was good stays, and the log says why once."""
+    path = tmp_path / "engines.toml"
+    path.write_text(GOOD)
+    source, heard = followed(path)
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b"# a comment\n" * (MAX_BYTES // 10))
+    try:
+        await asyncio.wait_for(looks(source, 3), 30)
+    finally:
+        if kind == "pipe":
+            # Whoever waits for a writer is let go.
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+    assert len(heard.said) == 1
+    assert len(caplog.records) == 1
+    path.unlink() if kind != "folder" else path.rmdir()
+    path.write_text(GOOD + "\n")
+    await looks(source)
+    assert len(heard.said) == 2
+
+
 async def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
     """Half a file can be a valid file with half of the engines."""
     path = tmp_path / "engines.toml"
@@ -169,3 +203,16 @@ async def test_a_name_that_does_not_resolve_keeps_its_engines(
     assert heard.found == [{good: ["10.0.0.1", "fd00::1"]}] * 3
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70])
+async def test_a_text_that_can_be_no_name_resolves_to_nothing(
+    caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    """It is said once, and the other names are looked up as ever."""
+    heard = Heard(DnsSpec(host=host, port=80))
+    source = DnsSource(roster=heard, interval_s=600.0)  # type: ignore[arg-type]
+    for _ in range(3):
+        await source.look()
+    assert heard.found == [{}] * 3
+    assert len(caplog.records) == 1

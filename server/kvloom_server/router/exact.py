@@ -10,8 +10,9 @@ import json
 import re
 from array import array
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final
+from decimal import Decimal, DecimalException
+from enum import Enum, StrEnum, auto
+from typing import Any, Final
 
 from .api import Api, Body, is_given, items_of
 
@@ -27,7 +28,28 @@ _UNFIT: Final = (
 )
 """Fields with which vLLM renders something else than the messages as they are."""
 
-_TAG: Final = re.compile(r"</?[A-Za-z_|][^<>\s]*>")
+LOST: Final = "\ufffd"
+"""What bytes read as that are no text."""
+
+_LOOK: Final = re.compile(r"<[^<>\s]{1,80}>|\[/?[A-Z][A-Z_]{0,30}\]|\{")
+"""What may be a mark or begin a call."""
+_MARK: Final = re.compile(
+    r"<[|\uff5c].*[|\uff5c]>|\[.*|</?(?:.*(?:tool|call|function)|think|reason).*"
+    r"|</s>|<eos>|<end_of_turn>"
+)
+"""What templates put around thoughts, calls and whole answers. Other tags are a
+text's own, or hold a call's value, of which white space is a part."""
+_OPENS_CALL: Final = re.compile(r"(?!</|\[/).*(?:tool|call|function|args).*", re.I)
+_FIELDS_OF_CALL: Final = ("arguments", "parameters")
+
+
+class _Kind(Enum):
+    PROSE = auto()
+    MARK = auto()
+    CALL = auto()
+
+
+_Piece = tuple[_Kind, str]
 
 
 class ExactOutcome(StrEnum):
@@ -89,6 +111,7 @@ class Joined:
     same."""
     rendered_answer: "array[int]"
     generated_answer: "array[int]"
+    """Both with the token that ended it."""
 
     @property
     def is_same(self) -> bool:
@@ -126,53 +149,92 @@ def join(
     return Joined(
         plain=ExactPrompt(rendered=whole, exact=earlier + whole[len(before) :]),
         exact=ExactPrompt(rendered=whole, exact=earlier + spoken.answer + after),
-        rendered_answer=said[:end],
-        generated_answer=spoken.answer[:-1],
+        rendered_answer=said[: end + 1],
+        generated_answer=spoken.answer,
     )
 
 
 def say_the_same(one: str, other: str) -> bool:
-    """Whether two texts of an answer differ only in how JSON values are written,
-    and in white space beside them, beside tags and at the ends."""
+    """Whether two texts of an answer differ only in how the JSON of its calls is
+    written, and in white space at the beginning, beside calls, and beside what
+    templates put around them.
+
+    Never where bytes were lost on the way to text: they may be others.
+    """
+    if LOST in one or LOST in other:
+        return False
     return one == other or _meaning(one) == _meaning(other)
 
 
-def _meaning(text: str) -> list[str]:
-    parts: list[str] = []
-    for piece, is_value in _pieces(text):
-        if is_value:
-            parts.append(piece)
-            continue
-        words = (word.strip() for word in _parted(piece))
-        parts += [word for word in words if word]
-    return parts
+def _meaning(text: str) -> list[_Piece]:
+    *pieces, (kind, rest) = _pieces(text)
+    stripped = [(kind, piece.strip()) for kind, piece in pieces]
+    # What comes after the rest is not known: there white space may count.
+    return [piece for piece in [*stripped, (kind, rest.lstrip())] if piece[1]]
 
 
-def _pieces(text: str) -> list[tuple[str, bool]]:
-    """The text as prose and JSON objects; of these their plain form."""
-    decoder = json.JSONDecoder(strict=False)
-    pieces: list[tuple[str, bool]] = []
+def _pieces(text: str) -> list[_Piece]:
+    """The text as calls and marks, and prose around each of them."""
+    pieces: list[_Piece] = []
     start = at = tries = 0
-    while tries < MAX_JSON_VALUES and (at := text.find("{", at)) >= 0:
-        tries += 1
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            at += 1
-            continue
-        pieces += [(text[start:at], False), (_plain(value), True)]
-        start = at = end
-    return [*pieces, (text[start:], False)]
+    is_call = False
+    while found := _LOOK.search(text, at):
+        begin, at = found.span()
+        piece: _Piece | None = None
+        if found.group() == "{":
+            tries += 1
+            if tries <= MAX_JSON_VALUES:
+                piece, at = _call(text, begin, is_call=is_call)
+        elif _MARK.fullmatch(found.group()):
+            piece = (_Kind.MARK, found.group())
+            is_call = _OPENS_CALL.fullmatch(found.group()) is not None
+        else:
+            is_call = False
+        if piece is not None:
+            pieces += [(_Kind.PROSE, text[start:begin]), piece]
+            start = at
+    return [*pieces, (_Kind.PROSE, text[start:])]
 
 
-def _plain(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+def _call(text: str, at: int, *, is_call: bool) -> tuple[_Piece | None, int]:
+    """The JSON that begins here, if it is a call's, and where to look on.
+
+    ``is_call``: what is before it says so. Other JSON is prose: its white space
+    may be what somebody changed.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None, at + 1
+    is_named = "name" in value and any(name in value for name in _FIELDS_OF_CALL)
+    if not (is_call or is_named):
+        return None, end
+    plain = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return (_Kind.CALL, plain), end
 
 
-def _parted(prose: str) -> list[str]:
-    """Prose and the tags in it."""
-    parts, start = list[str](), 0
-    for tag in _TAG.finditer(prose):
-        parts += [prose[start : tag.start()], tag.group()]
-        start = tag.end()
-    return [*parts, prose[start:]]
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("which of two values counts is not for us to say")
+    return value
+
+
+def _number(text: str) -> float:
+    """
+    Raises:
+        ValueError: it can't be told from its neighbours.
+    """
+    value = float(text)
+    try:
+        is_exact = Decimal(repr(value)) == Decimal(text)
+    except DecimalException:
+        is_exact = False
+    if not is_exact:
+        raise ValueError("more digits than a number keeps")
+    return value
+
+
+_DECODER: Final = json.JSONDecoder(
+    strict=False, object_pairs_hook=_object, parse_float=_number
+)

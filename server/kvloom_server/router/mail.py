@@ -18,6 +18,10 @@ from kvloom_server.curve import secure_peer
 _NOW: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
+MAX_AT_ONCE: Final = 256
+"""Messages that are taken before others have their turn, and that wait here to be
+heard; more wait in the socket, and then at the engine."""
+
 
 class LeaseMail:
     """A DEALER socket of a lease service. Close it."""
@@ -64,10 +68,15 @@ class LeaseMail:
             self._socket.send(b"", _MORE)
             self._socket.send(body, _NOW)
         except zmq.Again:
-            return
+            pass
         # The socket's file says only once that there is news, and sending may
         # have heard it.
         self._look()
+
+    @property
+    def num_waiting(self) -> int:
+        """Messages that have come and were not heard yet."""
+        return len(self._heard)
 
     async def hear(self, timeout_s: float) -> Any:
         """The next message, or ``None`` when none came."""
@@ -80,14 +89,24 @@ class LeaseMail:
         timer = self._loop.call_later(max(timeout_s, 0.0), _wake, waiter)
         try:
             self._look()
-            await waiter
+            if self._heard:
+                # An engine that never stops talking leaves time for the others.
+                await asyncio.sleep(0)
+            else:
+                await waiter
         finally:
             timer.cancel()
             self._waiter = None
 
     def _look(self) -> None:
         """Take all that has come. What can't be read is dropped."""
-        while not self._socket.closed:
+        for _ in range(MAX_AT_ONCE):
+            if self._socket.closed:
+                return
+            if len(self._heard) >= MAX_AT_ONCE:
+                # Whoever hears these looks again; asking keeps the file quiet.
+                self._socket.getsockopt(zmq.EVENTS)
+                break
             try:
                 frames = [self._socket.recv(_NOW)]
             except zmq.Again:
@@ -97,6 +116,9 @@ class LeaseMail:
             message = _decoded(frames)
             if message is not None:
                 self._heard.append(message)
+        else:
+            # The socket's file need not say that there is more.
+            self._loop.call_soon(self._look)
         if self._heard and self._waiter is not None:
             _wake(self._waiter)
 

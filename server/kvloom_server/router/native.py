@@ -277,6 +277,8 @@ class _Connection(asyncio.Protocol):
             elif part:
                 self._write(part)
             await self._drained()
+        if self._answer is not answer or answer.has_head:
+            return
         if is_chunked:
             self._write(b"0\r\n\r\n")
         self._is_whole = True

@@ -138,7 +138,8 @@ class DnsSource:
             infos = await loop.getaddrinfo(
                 spec.host, spec.port, type=socket.SOCK_STREAM
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            # No address, or a text that can't be a name.
             why = str(error)
             if self._complaints.get(spec) != why:
                 self._complaints[spec] = why

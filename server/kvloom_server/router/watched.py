@@ -6,7 +6,9 @@ news changes nothing: what was good last stays, and the log says why.
 """
 
 import asyncio
+import errno
 import logging
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -84,8 +86,14 @@ class WatchedFile:
         log.info("event=%s_read file=%s", self.name, self.path)
 
     def _read(self) -> bytes:
+        # Whoever opens a pipe waits, maybe for ever; a device may have no end.
+        if not stat.S_ISREG(self.path.stat().st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
         with self.path.open("rb") as file:
-            return file.read(MAX_BYTES)
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES} bytes")
+        return text
 
     def _complain(self, why: str) -> None:
         if why != self._complaint:
