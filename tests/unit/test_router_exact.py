@@ -199,8 +199,8 @@ def test_white_space_of_a_text_is_its_own(one, other):
             '{"name": "f", "parameters": {"a": "é"}}<|eot_id|>',
         ),
         (
-            '<\uff5ctool▁sep\uff5c>f\n```json\n{"a": 1}\n```<\uff5ctool▁call▁end\uff5c>',
-            '<\uff5ctool▁sep\uff5c>f\n```json\n{"a":1}\n```<\uff5ctool▁call▁end\uff5c>',
+            '<\uff5ctool▁sep\uff5c>f\n```json\n{"a": 1}\n```<\uff5cend\uff5c>',
+            '<\uff5ctool▁sep\uff5c>f\n```json\n{"a":1}\n```<\uff5cend\uff5c>',
         ),
         ('<function=f>{"a": 1}</function>', '<function=f>{"a":1}</function>'),
         ("<think>\nHm.\n</think>\n\nYes.", "<think>\nHm.</think>Yes."),
