@@ -27,7 +27,9 @@ TOOL: dict[str, Any] = {
         "parameters": {
             "type": "object",
             "properties": {
-                "text": {"enum": ["  a\n\tb ", 'é "q" \\ {"a": 1}', "</tool_call>", ""]},
+                "text": {
+                    "enum": ["  a\n\tb ", 'é "q" \\ {"a": 1}', "</tool_call>", ""]
+                },
                 "deep": {
                     "type": "object",
                     "properties": {
@@ -168,8 +170,10 @@ async def taken(stage: Stage, messages: Messages, **options: Any) -> Messages:
     said = answer["choices"][0]["message"]
     kept = {name: value for name, value in said.items() if value}
     history = [*messages, kept]
-    for call in said.get("tool_calls") or ():
-        history.append({"role": "tool", "tool_call_id": call["id"], "content": "done"})
+    history += [
+        {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+        for call in said.get("tool_calls") or ()
+    ]
     return [*history, {"role": "user", "content": "and then?"}]
 
 
@@ -190,7 +194,7 @@ def check(stage: Stage) -> int:
 @pytest.mark.parametrize("seed", range(6))
 async def test_what_engines_get_is_what_the_client_said(seed: int) -> None:
     """Up to the way in which the JSON of calls is written."""
-    rng = random.Random(seed)  # noqa: S311 (a walk, no secret)
+    rng = random.Random(seed)
     on = {"token_exact": True, "direct_tokens": rng.choice([0, 64])}
     async with staged(settings=on, **PRETTY) as stage:
         messages: Messages = opening()

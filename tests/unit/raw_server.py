@@ -32,6 +32,10 @@ class RawServer:
             head = await reader.readuntil(b"\r\n\r\n")
             length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
             self.requests.append(head + await reader.readexactly(int(length or 0)))
+        except asyncio.IncompleteReadError:
+            writer.close()  # the client left before it asked
+            return
+        try:
             await self._serve(reader, writer)
         finally:
             writer.close()

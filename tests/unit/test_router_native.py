@@ -2,6 +2,7 @@
 leave at any moment."""
 
 import asyncio
+import gc
 import os
 import tracemalloc
 from collections.abc import AsyncIterator
@@ -187,6 +188,26 @@ async def test_who_leaves_breaks_nobody_elses_request(upstream: NativeUpstream) 
         await upstream.__aexit__(None, None, None)
         await keeper.until_all_closed()
         assert _num_files() <= num_files + 2
+
+
+async def test_who_leaves_while_it_connects_leaves_nothing(
+    upstream: NativeUpstream,
+) -> None:
+    """No connection is remembered that its loop has closed without a word."""
+    keeper = Keeper()
+    async with serving(keeper.serve) as server:
+        for num_steps in [*range(8)] * 20:
+            left = asyncio.create_task(upstream.send(post(server.url)))
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.wait([left])
+        assert await read_all(await upstream.send(post(server.url))) == b"ok"
+        await upstream.__aexit__(None, None, None)
+        await keeper.until_all_closed()
+    gc.collect()
+    # The upstream is still there, and whatever it holds.
+    assert sum(type(o).__name__ == "_Connection" for o in gc.get_objects()) < 10
 
 
 async def test_trailers_are_not_kept(upstream: NativeUpstream) -> None:

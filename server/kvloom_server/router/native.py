@@ -105,16 +105,16 @@ class NativeUpstream:
         except (OSError, ValueError) as error:
             # A timeout is the one, a name that can't be one of a host the other.
             raise UnreachableError(f"{type(error).__name__}: {error}") from error
+        # Not before: whoever is cancelled while it connects has uvloop close it
+        # without a word to the connection.
+        if connection.is_open:
+            self._open.add(connection)
         return connection
 
     def _context(self) -> ssl.SSLContext:
         if self._trusted is None:
             self._trusted = ssl.create_default_context(cafile=self._ca_file)
         return self._trusted
-
-    def opened(self, connection: "_Connection") -> None:
-        """For connections: this one is open."""
-        self._open.add(connection)
 
     def closed(self, key: _Key, connection: "_Connection") -> None:
         """For connections: this one is not any more."""
@@ -193,7 +193,6 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's are none of asyncio's classes.
         self._transport = cast("asyncio.Transport", transport)
-        self._upstream.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -204,10 +203,14 @@ class _Connection(asyncio.Protocol):
             self._answer.cut_off(str(exc) if exc else "the connection was closed")
             self._answer = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
     def take(self) -> bool:
         """Whether this idle connection can be used, and is now."""
         self._stop_timer()
-        return self._transport is not None and not self._transport.is_closing()
+        return self.is_open
 
     def abort(self) -> None:
         """Close it now, whatever it is doing."""
