@@ -7,7 +7,7 @@ again; engines close idle ones after 5 s (uvicorn), so ours go before that.
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -17,6 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
+from .native_answer import Answer
 from .upstream import (
     MAX_HEADER_BYTES,
     BrokenError,
@@ -27,8 +28,6 @@ from .upstream import (
 
 KEPT_S: Final = 4.0
 """How long an idle connection is kept."""
-MAX_BUFFERED_BYTES: Final = 256 * 1024
-"""Of an answer that nobody takes: then the engine is read no further."""
 
 _BODILESS: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS", "TRACE"})
 """Methods of which a request without a body does not say so."""
@@ -175,7 +174,7 @@ class _Connection(asyncio.Protocol):
         self._key = key
         self._idle_timeout_s = idle_timeout_s
         self._transport: asyncio.Transport | None = None
-        self._answer: _Answer | None = None
+        self._answer: Answer | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._may_write = asyncio.Event()
         self._may_write.set()
@@ -239,15 +238,15 @@ class _Connection(asyncio.Protocol):
 
     # ── a request ────────────────────────────────────────────────────────────
 
-    def begin(self, *, is_head: bool) -> "_Answer":
+    def begin(self, *, is_head: bool) -> Answer:
         """Expect an answer."""
-        self._answer = answer = _Answer(self, is_head=is_head)
+        self._answer = answer = Answer(self, is_head=is_head)
         self._is_whole = False
         self._num_head_bytes = 0
         return answer
 
     async def write(
-        self, head: bytes, request: UpstreamRequest, answer: "_Answer"
+        self, head: bytes, request: UpstreamRequest, answer: Answer
     ) -> None:
         """Send a request; an answer that comes earlier ends that.
 
@@ -269,7 +268,7 @@ class _Connection(asyncio.Protocol):
             self._timer = loop.call_later(self._idle_timeout_s, self._watch)
 
     async def _parts(
-        self, body: AsyncIterable[bytes], answer: "_Answer", *, is_chunked: bool
+        self, body: AsyncIterable[bytes], answer: Answer, *, is_chunked: bool
     ) -> None:
         """Send them, unless an answer comes first."""
         async for part in body:
@@ -396,117 +395,3 @@ class _Connection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(KEPT_S, self.abort)
         self._upstream.give_back(self._key, self)
-
-
-class _Answer:
-    """One answer, as it comes."""
-
-    def __init__(self, connection: _Connection, *, is_head: bool) -> None:
-        self.status = 0
-        self.headers: tuple[tuple[str, str], ...] = ()
-        self.raw_headers: list[tuple[bytes, bytes]] = []
-        self.has_head = False
-        self.is_head = is_head
-        """Whether the request was ``HEAD``: then nothing follows the headers."""
-        self.is_held_back = False
-        self._connection: _Connection | None = connection
-        """Until the answer is whole."""
-        self._pieces: list[bytes] = []
-        self._num_bytes = 0
-        self._error: str | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    # ── for whoever asked ────────────────────────────────────────────────────
-
-    async def head(self) -> None:
-        """Wait for status and headers.
-
-        Raises:
-            BrokenError: there will be none.
-        """
-        while not self.has_head:
-            if self._error is not None:
-                raise BrokenError(self._error)
-            await self._news()
-
-    async def body(self) -> AsyncIterator[bytes]:
-        while True:
-            if self._pieces:
-                yield self._taken()
-            elif self._error is not None:
-                raise BrokenError(self._error)
-            elif self._connection is None:
-                return
-            else:
-                await self._news()
-
-    async def abort(self) -> None:
-        self.give_up()
-
-    def give_up(self) -> None:
-        """Close its connection, if there is more of it to come."""
-        connection = self._connection
-        self.cut_off("it was given up")
-        if connection is not None:
-            connection.abort()
-
-    def _taken(self) -> bytes:
-        pieces, self._pieces = self._pieces, []
-        self._num_bytes = 0
-        if self.is_held_back:
-            self.is_held_back = False
-            if self._connection is not None:
-                self._connection.hold_back(is_full=False)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    async def _news(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    # ── for the connection ───────────────────────────────────────────────────
-
-    @property
-    def ends_with_connection(self) -> bool:
-        """Whether nothing else says where the answer ends."""
-        if not self.has_head:
-            return False
-        names = {name for name, _ in self.headers}
-        return not names & {"content-length", "transfer-encoding"}
-
-    def start(self, status: int) -> None:
-        """The headers are there."""
-        self.status = status
-        self.headers = tuple(
-            (name.decode("latin-1").lower(), value.decode("latin-1"))
-            for name, value in self.raw_headers
-        )
-        self.has_head = True
-
-    def feed(self, piece: bytes) -> None:
-        """More of the body."""
-        self._pieces.append(piece)
-        self._num_bytes += len(piece)
-        if self._num_bytes > MAX_BUFFERED_BYTES and not self.is_held_back:
-            self.is_held_back = True
-            if self._connection is not None:
-                self._connection.hold_back(is_full=True)
-
-    def complete(self) -> None:
-        """The answer is whole."""
-        self._connection = None
-        self.tell()
-
-    def cut_off(self, why: str) -> None:
-        """It will not be whole; harmless once it is."""
-        if self._connection is not None:
-            self._connection = None
-            self._error = why
-        self.tell()
-
-    def tell(self) -> None:
-        """Wake who waits."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
