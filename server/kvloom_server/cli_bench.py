@@ -18,14 +18,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from .bench import layouts, pressure, proxies, sdk, simulate
+from .bench import layouts, pressure, proxies, reuse, sdk, simulate
 from .bench.contenders import BenchUnavailableError
 from .bench.environment import arguments, environment
 from .bench.load import LoadError
 from .bench.processes import ProcessFailedError
 from .bench.results import Results
+from .bench.reuse_rows import Variant
 from .bench.tables import Layout, table
 from .cluster.console import say_error
+from .cluster.launch import ClusterError
+from .cluster.model import ModelUnavailableError
 from .cluster.ports import PortTakenError
 from .cluster.stop import StoppedError, StopSignal, until_stopped
 
@@ -43,6 +46,10 @@ JsonFile = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="Less of everything.")]
 Repeats = Annotated[
     int | None, typer.Option(min=1, help="How often each thing is measured.")
+]
+Variants = Annotated[
+    list[Variant] | None,
+    typer.Option("--variant", help="Only this one, besides single; repeat for more."),
 ]
 Seed = Annotated[int, typer.Option(help="Of what is chosen at random.")]
 
@@ -62,6 +69,28 @@ def router(
         await proxies.measure(results, effort, step=step)
 
     _awaited(run, json, layouts.ROUTER, total=proxies.num_steps(effort))
+
+
+@bench.command("reuse")
+def reuse_(
+    json: JsonFile = None,
+    quick: Quick = False,
+    repeats: Repeats = None,
+    seed: Seed = 0,
+    variant: Variants = None,
+) -> None:
+    """Conversations with a tool on a real pair: returns off, lazy, eager, direct,
+    auto, and one vLLM; with prefill's cache kept and lost.
+
+    Needs vLLM, as `kvloom up` does, and two cores.
+    """
+    effort = reuse.effort(is_quick=quick, repeats=repeats, variants=variant or ())
+    console = Console(stderr=True)
+
+    async def run(results: Results, step: Step) -> None:
+        await reuse.measure(results, effort, seed=seed, console=console, step=step)
+
+    _awaited(run, json, layouts.REUSE, total=effort.num_steps)
 
 
 @bench.command("sdk")
@@ -127,7 +156,9 @@ def _results(json: Path | None, shown: Sequence[Layout]) -> Iterator[Results]:
         sys.exit(130)
     except (
         BenchUnavailableError,
+        ClusterError,
         LoadError,
+        ModelUnavailableError,
         OSError,
         PortTakenError,
         ProcessFailedError,

@@ -99,6 +99,27 @@ PRESSURE: Final = (
     ),
 )
 
+REUSE: Final = (
+    Layout(
+        title="Turns after the first",
+        where={"row": "reuse_summary"},
+        columns=(
+            Column(title="prefill's cache", name="prefill_cache"),
+            Column(title="history from", name="prefix_tokens"),
+            Column(title="variant", name="variant"),
+            Column(title="TTFT, ms", name="ttft"),
+            Column(title="off ÷ this", name="off_ratio"),
+            Column(title="this ÷ single", name="single_ratio"),
+            Column(title="local", name="local_tokens"),
+            Column(title="returned", name="returned_tokens"),
+            Column(title="computed", name="computed_tokens"),
+            Column(title="reused", name="reuse"),
+            Column(title="wrong", name="wrong"),
+            Column(title="errors", name="errors"),
+        ),
+    ),
+)
+
 SIMULATE: Final = (
     Layout(
         title="Time to first token, turns after the first",

@@ -1,0 +1,220 @@
+"""The rows of ``kvloom bench reuse``, and what they come to. Pure."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+from kvloom.protocol import PlanKind, PlanReport
+
+from .heard import Heard, common_prefix_len
+from .results import Row
+
+PrefillCache = Literal["kept", "lost"]
+
+
+class Variant(StrEnum):
+    """Who serves a conversation."""
+
+    SINGLE = "single"
+    """One vLLM with its prefix cache, asked without any router: the floor."""
+    OFF = "off"
+    """Prefill and decode, one way."""
+    LAZY = "lazy"
+    EAGER = "eager"
+    DIRECT = "direct"
+    """Decode does alone what it can; *lazy* otherwise."""
+    AUTO = "auto"
+    """The router decides all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Where a prompt's tokens came from."""
+
+    local: int
+    """The prefix cache of the engine that did the prefill."""
+    returned: int
+    """Pulled from decode."""
+    computed: int
+
+
+def sources(heard: Heard, plan: PlanReport | None) -> Sources:
+    """Of one turn. Where no prefill engine took part (one vLLM, a direct turn) they
+    are what the answering engine's usage says."""
+    prompt = len(heard.prompt_ids)
+    if plan is None or plan.plan is PlanKind.DIRECT or plan.computed_tokens is None:
+        local = heard.cached_tokens or 0
+        return Sources(local=local, returned=0, computed=prompt - local)
+    return Sources(
+        local=plan.local_tokens or 0,
+        returned=plan.returned_tokens or 0,
+        computed=plan.computed_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which turn of which conversation."""
+
+    variant: Variant
+    prefill_cache: PrefillCache
+    conversation: str
+    prefix_tokens: int
+    turn: int
+    """From 1."""
+
+    def fields(self) -> Row:
+        return {
+            "row": "reuse",
+            "variant": self.variant.value,
+            "prefill_cache": self.prefill_cache,
+            "conversation": self.conversation,
+            "prefix_tokens": self.prefix_tokens,
+            "turn": self.turn,
+        }
+
+
+def turn_row(
+    place: Place,
+    heard: Heard,
+    *,
+    plan: PlanReport | None,
+    history: Sequence[int],
+    truth: Sequence[int],
+) -> Row:
+    """One measured turn.
+
+    Args:
+        place: where it belongs.
+        heard: the answer.
+        plan: the router's, if there was one.
+        history: token ids of the turn before, prompt and answer.
+        truth: token ids of the right answer.
+    """
+    assert heard.ttft_s is not None, "a turn without an answer has no row of its own"
+    found = sources(heard, plan)
+    return place.fields() | {
+        "history_tokens": len(history),
+        "ttft_ms": heard.ttft_s * 1e3,
+        "prompt_tokens": len(heard.prompt_ids),
+        "common_tokens": common_prefix_len(history, heard.prompt_ids),
+        "local_tokens": found.local,
+        "returned_tokens": found.returned,
+        "computed_tokens": found.computed,
+        "wrong": list(truth) != heard.token_ids,
+        "answer_tokens": len(heard.token_ids),
+        "plan": plan.plan.value if plan else None,
+        "reason": plan.reason.value if plan else None,
+        "error": None,
+    }
+
+
+def error_row(place: Place, error: str) -> Row:
+    """A turn that was not answered."""
+    return place.fields() | {"ttft_ms": None, "wrong": False, "error": error}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """The turns after the first of one variant, at one length of history."""
+
+    variant: str
+    prefill_cache: str
+    prefix_tokens: int
+    num_turns: int
+    ttft_ms: float
+    low_ms: float
+    high_ms: float
+    local: int
+    returned: int
+    computed: int
+    reuse: float
+    """Tokens that were not computed, of those that need not have been: the common
+    prefix, but for the last token of a prompt, which is always computed."""
+    wrong: int
+    errors: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.variant, self.prefill_cache, self.prefix_tokens
+
+
+def cells(rows: Iterable[Row]) -> list[Cell]:
+    """Every cell of a file's rows, in the order in which they appear."""
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        if row["row"] == "reuse" and row["turn"] > 1:
+            key = (row["variant"], row["prefill_cache"], row["prefix_tokens"])
+            groups.setdefault(key, []).append(row)
+    made = (_cell(key, group) for key, group in groups.items())
+    return [cell for cell in made if cell is not None]
+
+
+def _cell(key: tuple[str, str, int], group: Sequence[Row]) -> Cell | None:
+    done = [row for row in group if row["error"] is None]
+    if not done:
+        return None
+    variant, cache, prefix = key
+    times = [row["ttft_ms"] for row in done]
+    reusable = sum(min(row["common_tokens"], row["prompt_tokens"] - 1) for row in done)
+    reused = sum(row["local_tokens"] + row["returned_tokens"] for row in done)
+    return Cell(
+        variant=variant,
+        prefill_cache=cache,
+        prefix_tokens=prefix,
+        num_turns=len(done),
+        ttft_ms=statistics.median(times),
+        low_ms=min(times),
+        high_ms=max(times),
+        local=_mean(done, "local_tokens"),
+        returned=_mean(done, "returned_tokens"),
+        computed=_mean(done, "computed_tokens"),
+        reuse=reused / max(reusable, 1),
+        wrong=sum(row["wrong"] for row in done),
+        errors=len(group) - len(done),
+    )
+
+
+def _mean(rows: Sequence[Row], name: str) -> int:
+    return round(statistics.fmean(row[name] for row in rows))
+
+
+def floor(found: Sequence[Cell], cell: Cell) -> Cell | None:
+    """*single* at the same length: one vLLM has lost nothing, whatever prefill has."""
+    return _first(found, Variant.SINGLE, "kept", cell.prefix_tokens)
+
+
+def one_way(found: Sequence[Cell], cell: Cell) -> Cell | None:
+    """*off* in the same case at the same length."""
+    return _first(found, Variant.OFF, cell.prefill_cache, cell.prefix_tokens)
+
+
+def _first(found: Sequence[Cell], *key: Any) -> Cell | None:
+    return next((cell for cell in found if cell.key == key), None)
+
+
+def summary_rows(rows: Iterable[Row]) -> list[Row]:
+    """A row a cell, with its ratios: what the terminal and the document show."""
+    found = cells(rows)
+    return [_summary(found, cell) for cell in found]
+
+
+def _summary(found: Sequence[Cell], cell: Cell) -> Row:
+    off, single = one_way(found, cell), floor(found, cell)
+    return {
+        "row": "reuse_summary",
+        "prefill_cache": cell.prefill_cache,
+        "prefix_tokens": cell.prefix_tokens,
+        "variant": cell.variant,
+        "ttft": f"{cell.ttft_ms:,.0f} ({cell.low_ms:,.0f}-{cell.high_ms:,.0f})",
+        "off_ratio": f"{off.ttft_ms / cell.ttft_ms:.1f}x" if off else None,
+        "single_ratio": f"{cell.ttft_ms / single.ttft_ms:.2f}" if single else None,
+        "local_tokens": cell.local,
+        "returned_tokens": cell.returned,
+        "computed_tokens": cell.computed,
+        "reuse": f"{100 * cell.reuse:.0f} %",
+        "wrong": cell.wrong,
+        "errors": cell.errors,
+    }

@@ -1,0 +1,168 @@
+"""How a turn is sent to those who serve it, and what came back."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import aiohttp
+import msgspec
+from tenacity import (
+    AsyncRetrying,
+    RetryError,
+    retry_if_result,
+    stop_after_delay,
+    wait_fixed,
+)
+
+from kvloom.protocol import (
+    CONVERSATION_HEADER,
+    FINAL_TURN_HEADER,
+    PLAN_HEADER,
+    PlanReport,
+)
+
+from .heard import Heard
+
+TIMEOUT: Final = aiohttp.ClientTimeout(total=300.0)
+RESET_LIMIT_S: Final = 30.0
+_RESET_PAUSE_S: Final = 0.02
+_PATH: Final = "/v1/chat/completions"
+_EVENT: Final = b"data: "
+_DONE: Final = b"[DONE]"
+
+
+class TurnFailedError(RuntimeError):
+    """A turn was not answered; the message says what came instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One turn to be asked."""
+
+    body: dict[str, Any]
+    conversation: str
+    is_final: bool
+    on_first: Callable[[], None] = lambda: None
+    """Told of the answer's first chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One turn that was answered."""
+
+    heard: Heard
+    plan: PlanReport | None
+
+
+class Way(Protocol):
+    """Serves turns, one at a time."""
+
+    async def ask(self, turn: Ask) -> Asked:
+        """The answer to one turn.
+
+        Raises:
+            TurnFailedError: there is none.
+        """
+
+
+class EngineWay:
+    """An engine, asked as one ordinary vLLM."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url + _PATH
+
+    async def ask(self, turn: Ask) -> Asked:
+        heard, _ = await streamed(self._http, self._url, turn, {})
+        return Asked(heard=heard, plan=None)
+
+
+class RouterWay:
+    """A router of ours."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url + _PATH
+
+    async def ask(self, turn: Ask) -> Asked:
+        headers = {CONVERSATION_HEADER: turn.conversation}
+        if turn.is_final:
+            headers[FINAL_TURN_HEADER] = "1"
+        heard, answered = await streamed(self._http, self._url, turn, headers)
+        plan = PlanReport.decode_header(answered.get(PLAN_HEADER, ""))
+        return Asked(heard=heard, plan=plan)
+
+
+async def streamed(
+    http: aiohttp.ClientSession, url: str, turn: Ask, headers: dict[str, str]
+) -> tuple[Heard, dict[str, str]]:
+    """Send a turn and read its stream to the end; its headers too.
+
+    Raises:
+        TurnFailedError: an error, or no answer.
+    """
+    body = turn.body | {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "temperature": 0,
+    }
+    heard = Heard(began=time.perf_counter())
+    try:
+        async with http.post(url, json=body, headers=headers) as response:
+            if response.status != 200:
+                text = (await response.text())[:200]
+                raise TurnFailedError(f"status {response.status}: {text}")
+            async for line in response.content:
+                _take(heard, line, turn)
+            if heard.finish_reason is None:
+                raise TurnFailedError("the stream ended before its answer did")
+            return heard, dict(response.headers)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise TurnFailedError(f"{type(error).__name__}: {error}") from error
+
+
+def _take(heard: Heard, line: bytes, turn: Ask) -> None:
+    if not line.startswith(_EVENT):
+        return
+    data = line.removeprefix(_EVENT).strip()
+    if data == _DONE:
+        return
+    now = time.perf_counter()
+    chunk = msgspec.json.decode(data)
+    if "error" in chunk:
+        raise TurnFailedError(f"in the stream: {str(chunk['error'])[:200]}")
+    was_silent = heard.first_at is None
+    heard.take(chunk, now)
+    if was_silent and heard.first_at is not None:
+        turn.on_first()
+
+
+async def forget(http: aiohttp.ClientSession, url: str) -> None:
+    """Have an engine lose its prefix cache, once nobody reads its blocks any more.
+
+    Raises:
+        TurnFailedError: it refuses, or is busy for too long.
+    """
+    try:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_result(lambda is_done: not is_done),
+            wait=wait_fixed(_RESET_PAUSE_S),
+            stop=stop_after_delay(RESET_LIMIT_S),
+        ):
+            with attempt:
+                is_done = await _reset(http, url)
+            attempt.retry_state.set_result(is_done)
+    except RetryError:
+        raise TurnFailedError(
+            f"prefill did not reset its cache within {RESET_LIMIT_S:.0f} s"
+        ) from None
+    except aiohttp.ClientError as error:
+        raise TurnFailedError(f"prefill did not reset its cache: {error}") from error
+
+
+async def _reset(http: aiohttp.ClientSession, url: str) -> bool:
+    async with http.post(f"{url}/reset_prefix_cache") as response:
+        response.raise_for_status()
+        return bool((await response.json())["success"])
