@@ -20,12 +20,12 @@ import aiohttp
 from rich.console import Console
 
 from kvloom_server.cluster.engine_args import Role
-from kvloom_server.cluster.up import RunningCluster, UpSettings, local_cluster
+from kvloom_server.cluster.up import UpSettings, local_cluster
 from kvloom_server.router import RouterServer
 from kvloom_server.settings import EngineSpec, RouterSettings
 
 from .dialogues import Dialogue, Message, dialogue
-from .results import Results, Row
+from .results import Results
 from .reuse_rows import Place, PrefillCache, Variant, error_row, summary_rows, turn_row
 from .ways import (
     TIMEOUT,
@@ -97,27 +97,62 @@ async def measure(
     step("engines start")
     # Only the routers below are asked.
     settings = UpSettings(port=0, has_dev_endpoints=True)
+    async with local_cluster(settings, console=console) as running:
+        prefill, decode = (
+            EngineSpec(
+                url=running.urls(role)[0],
+                lease_address=running.lease_addresses(role)[0],
+            )
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        pair = EnginePair(prefill=prefill, decode=decode, model=running.model)
+        await measure_on(pair, results, effort, seed=seed, step=step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePair:
+    """The engines that all variants share."""
+
+    prefill: EngineSpec
+    """It has vLLM's development endpoints."""
+    decode: EngineSpec
+    model: str
+    """The name to ask for."""
+
+
+async def measure_on(
+    pair: EnginePair,
+    results: Results,
+    effort: Effort,
+    *,
+    seed: int,
+    step: Step,
+    tool_s: float = TOOL_S,
+) -> None:
+    """Play every conversation on engines that run.
+
+    ``tool_s`` is how long every tool runs.
+    """
     async with (
-        local_cluster(settings, console=console) as running,
         aiohttp.ClientSession(timeout=TIMEOUT) as http,
         AsyncExitStack() as stack,
     ):
         ways: dict[Variant, Way] = {
             variant: RouterWay(
-                http, await stack.enter_async_context(_router(running, variant))
+                http, await stack.enter_async_context(_router(pair, variant))
             )
             for variant in effort.variants
         }
-        prefill = running.urls(Role.PREFILL)[0]
-        player = Player(http, prefill=prefill, model=running.model, ways=ways)
+        player = Player(http, pair=pair, ways=ways, tool_s=tool_s)
         await player.rehearse(seed)
-        for row in await _played(player, effort, seed=seed, results=results, step=step):
-            results.add(row)
+        await _play_all(player, effort, seed=seed, results=results, step=step)
+    for row in summary_rows(results.rows):
+        results.add(row)
 
 
-async def _played(
+async def _play_all(
     player: "Player", effort: Effort, *, seed: int, results: Results, step: Step
-) -> list[Row]:
+) -> None:
     turned = 0
     for repeat in range(effort.repeats):
         for length in effort.lengths:
@@ -134,7 +169,6 @@ async def _played(
                     step(f"{talk.name}: {variant}, cache {cache}")
                     await player.play(talk, variant, cache, results)
                 turned += 1
-    return summary_rows(results.rows)
 
 
 def _turned(variants: Sequence[Variant], by: int) -> list[Variant]:
@@ -144,18 +178,13 @@ def _turned(variants: Sequence[Variant], by: int) -> list[Variant]:
 
 
 @asynccontextmanager
-async def _router(running: RunningCluster, variant: Variant) -> AsyncIterator[str]:
-    """A router in front of the cluster's engines; its URL."""
-
-    def specs(role: Role) -> tuple[EngineSpec, ...]:
-        pairs = zip(running.urls(role), running.lease_addresses(role), strict=True)
-        return tuple(EngineSpec(url=url, lease_address=lease) for url, lease in pairs)
-
+async def _router(pair: EnginePair, variant: Variant) -> AsyncIterator[str]:
+    """A router in front of the engines; its URL."""
     router = RouterServer(
         RouterSettings(
             port=0,
-            prefill=specs(Role.PREFILL),
-            decode=specs(Role.DECODE),
+            prefill=(pair.prefill,),
+            decode=(pair.decode,),
             cluster_key_file=None,
             **ROUTERS[variant],
         )
@@ -172,23 +201,24 @@ class Player:
 
     Args:
         http: a client.
-        prefill: the prefill engine's URL.
-        model: the name to ask for.
+        pair: the engines.
         ways: who serves each variant, but for *single*.
+        tool_s: the pause between two turns.
     """
 
     def __init__(
         self,
         http: aiohttp.ClientSession,
         *,
-        prefill: str,
-        model: str,
+        pair: EnginePair,
         ways: dict[Variant, Way],
+        tool_s: float,
     ) -> None:
         self._http = http
-        self._prefill = prefill
-        self._model = model
-        self._single = EngineWay(http, prefill)
+        self._prefill = pair.prefill.url
+        self._model = pair.model
+        self._tool_s = tool_s
+        self._single = EngineWay(http, self._prefill)
         self._ways = ways
         self._truths: dict[tuple[int, ...], list[int]] = {}
         """Right answers by prompt: what one vLLM said, of this conversation."""
@@ -247,7 +277,7 @@ class Player:
                 return
             messages = talk.next_messages(messages, heard.message, turn + 1)
             history = heard.prompt_ids + heard.token_ids
-            await asyncio.sleep(TOOL_S)
+            await asyncio.sleep(self._tool_s)
 
     def _body(
         self, talk: Dialogue, messages: Sequence[Message], turn: int, salt: str

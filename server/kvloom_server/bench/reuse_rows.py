@@ -10,6 +10,7 @@ from kvloom.protocol import PlanKind, PlanReport
 
 from .heard import Heard, common_prefix_len
 from .results import Row
+from .statistics import Spread, spread
 
 PrefillCache = Literal["kept", "lost"]
 
@@ -118,15 +119,16 @@ def error_row(place: Place, error: str) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """The turns after the first of one variant, at one length of history."""
+    """What one variant did with one length of history.
+
+    Times and counts are of turns after the first, wrong answers and errors of all.
+    """
 
     variant: str
     prefill_cache: str
     prefix_tokens: int
-    num_turns: int
-    ttft_ms: float
-    low_ms: float
-    high_ms: float
+    ttft: Spread | None
+    """Milliseconds; ``None`` where no such turn was answered."""
     local: int
     returned: int
     computed: int
@@ -145,40 +147,35 @@ def cells(rows: Iterable[Row]) -> list[Cell]:
     """Every cell of a file's rows, in the order in which they appear."""
     groups: dict[tuple[str, str, int], list[Row]] = {}
     for row in rows:
-        if row["row"] == "reuse" and row["turn"] > 1:
+        if row["row"] == "reuse":
             key = (row["variant"], row["prefill_cache"], row["prefix_tokens"])
             groups.setdefault(key, []).append(row)
-    made = (_cell(key, group) for key, group in groups.items())
-    return [cell for cell in made if cell is not None]
+    return [_cell(key, group) for key, group in groups.items()]
 
 
-def _cell(key: tuple[str, str, int], group: Sequence[Row]) -> Cell | None:
-    done = [row for row in group if row["error"] is None]
-    if not done:
-        return None
+def _cell(key: tuple[str, str, int], group: Sequence[Row]) -> Cell:
+    answered = [row for row in group if row["error"] is None]
+    later = [row for row in answered if row["turn"] > 1]
+    times = [row["ttft_ms"] for row in later]
+    reusable = sum(min(row["common_tokens"], row["prompt_tokens"] - 1) for row in later)
+    reused = sum(row["local_tokens"] + row["returned_tokens"] for row in later)
     variant, cache, prefix = key
-    times = [row["ttft_ms"] for row in done]
-    reusable = sum(min(row["common_tokens"], row["prompt_tokens"] - 1) for row in done)
-    reused = sum(row["local_tokens"] + row["returned_tokens"] for row in done)
     return Cell(
         variant=variant,
         prefill_cache=cache,
         prefix_tokens=prefix,
-        num_turns=len(done),
-        ttft_ms=statistics.median(times),
-        low_ms=min(times),
-        high_ms=max(times),
-        local=_mean(done, "local_tokens"),
-        returned=_mean(done, "returned_tokens"),
-        computed=_mean(done, "computed_tokens"),
+        ttft=spread(times) if times else None,
+        local=_mean(later, "local_tokens"),
+        returned=_mean(later, "returned_tokens"),
+        computed=_mean(later, "computed_tokens"),
         reuse=reused / max(reusable, 1),
-        wrong=sum(row["wrong"] for row in done),
-        errors=len(group) - len(done),
+        wrong=sum(row["wrong"] for row in answered),
+        errors=len(group) - len(answered),
     )
 
 
 def _mean(rows: Sequence[Row], name: str) -> int:
-    return round(statistics.fmean(row[name] for row in rows))
+    return round(statistics.fmean(row[name] for row in rows)) if rows else 0
 
 
 def floor(found: Sequence[Cell], cell: Cell) -> Cell | None:
@@ -202,15 +199,14 @@ def summary_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def _summary(found: Sequence[Cell], cell: Cell) -> Row:
-    off, single = one_way(found, cell), floor(found, cell)
     return {
         "row": "reuse_summary",
         "prefill_cache": cell.prefill_cache,
         "prefix_tokens": cell.prefix_tokens,
         "variant": cell.variant,
-        "ttft": f"{cell.ttft_ms:,.0f} ({cell.low_ms:,.0f}-{cell.high_ms:,.0f})",
-        "off_ratio": f"{off.ttft_ms / cell.ttft_ms:.1f}x" if off else None,
-        "single_ratio": f"{cell.ttft_ms / single.ttft_ms:.2f}" if single else None,
+        "ttft": cell.ttft.text() if cell.ttft else None,
+        "times_off": _ratio(one_way(found, cell), cell),
+        "times_single": _ratio(cell, floor(found, cell)),
         "local_tokens": cell.local,
         "returned_tokens": cell.returned,
         "computed_tokens": cell.computed,
@@ -218,3 +214,9 @@ def _summary(found: Sequence[Cell], cell: Cell) -> Row:
         "wrong": cell.wrong,
         "errors": cell.errors,
     }
+
+
+def _ratio(slow: Cell | None, fast: Cell | None) -> str | None:
+    if slow is None or fast is None or slow.ttft is None or fast.ttft is None:
+        return None
+    return f"{slow.ttft.median / fast.ttft.median:.2f}"

@@ -89,15 +89,17 @@ class RouterWay:
         headers = {CONVERSATION_HEADER: turn.conversation}
         if turn.is_final:
             headers[FINAL_TURN_HEADER] = "1"
-        heard, answered = await streamed(self._http, self._url, turn, headers)
-        plan = PlanReport.decode_header(answered.get(PLAN_HEADER, ""))
+        heard, said = await streamed(self._http, self._url, turn, headers)
+        plan = PlanReport.decode_header(said)
+        if plan is None:
+            raise TurnFailedError(f"the router named no plan we know: {said!r}")
         return Asked(heard=heard, plan=plan)
 
 
 async def streamed(
     http: aiohttp.ClientSession, url: str, turn: Ask, headers: dict[str, str]
-) -> tuple[Heard, dict[str, str]]:
-    """Send a turn and read its stream to the end; its headers too.
+) -> tuple[Heard, str]:
+    """Send a turn and read its stream to the end; the plan's header too.
 
     Raises:
         TurnFailedError: an error, or no answer.
@@ -118,7 +120,7 @@ async def streamed(
                 _take(heard, line, turn)
             if heard.finish_reason is None:
                 raise TurnFailedError("the stream ended before its answer did")
-            return heard, dict(response.headers)
+            return heard, response.headers.get(PLAN_HEADER, "")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise TurnFailedError(f"{type(error).__name__}: {error}") from error
 
