@@ -85,7 +85,8 @@ def reuse_(
     Needs vLLM, as `kvloom up` does, and two cores.
     """
     effort = reuse.effort(is_quick=quick, repeats=repeats, variants=variant or ())
-    console = Console(stderr=True)
+    # Lines, also on a terminal: the bar there is the benchmark's own.
+    console = Console(stderr=True, force_terminal=False)
 
     async def run(results: Results, step: Step) -> None:
         await reuse.measure(results, effort, seed=seed, console=console, step=step)
