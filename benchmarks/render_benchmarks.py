@@ -1,5 +1,6 @@
 """Writes docs/benchmarks.md from the result files, and with --plots its pictures.
 
+kvloom bench reuse --quick --json docs/results/reuse.jsonl
 kvloom bench router --json docs/results/router.jsonl
 kvloom bench sdk --json docs/results/sdk.jsonl
 kvloom bench pressure --json docs/results/pressure.jsonl
@@ -17,9 +18,11 @@ from typing import Any, Final
 from kvloom_server.bench import layouts
 from kvloom_server.bench.laws import REQUESTS
 from kvloom_server.bench.results import Row, read_results
+from kvloom_server.bench.reuse import TOOL_S
+from kvloom_server.bench.reuse_rows import summary_rows
 from kvloom_server.bench.simulate import LEARNING_CONVERSATIONS
 from kvloom_server.bench.statistics import Spread, spread
-from kvloom_server.bench.tables import markdown
+from kvloom_server.bench.tables import Column, Layout, markdown
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results"
@@ -35,8 +38,10 @@ Each table is one run of the command above it, which anybody can repeat.
 
 - **No GPU and no network.** Everything ran on one small machine without an accelerator;
   what is said of GPU clusters is arithmetic on figures that others published.
-- **No engine, in what follows.** The router and the client stand before *canned* engines,
-  which answer at once with the same bytes. So the tables show what the software in front
+- **No rival's reuse.** vLLM's own bidirectional transfer and `vllm-router`'s program
+  scheduling, which also return KV, have not been played beside ours yet.
+- **Engines in the first section only.** Router and client stand before *canned* engines,
+  which answer at once with the same bytes. Those tables show what the software in front
   of the engines costs, and nothing of what reuse gains.
 - **No quiet machine.** Others worked on it meanwhile (the load average is given). All
   sides of a comparison take their turns in one run, and CPU time is counted for each
@@ -69,6 +74,67 @@ def machine(where: dict[str, Any]) -> str:
 def command(where: dict[str, Any]) -> str:
     """How the file was made."""
     return f"    {where['command']}"
+
+
+# --- reuse
+
+TURNS: Final = Layout(
+    title="By turn",
+    where={"row": "reuse"},
+    columns=(
+        Column(title="prefill's cache", name="prefill_cache"),
+        Column(title="variant", name="variant"),
+        Column(title="history from", name="prefix_tokens"),
+        Column(title="turn", name="turn"),
+        Column(title="history, tokens", name="history_tokens", digits=0),
+        Column(title="plan", name="plan"),
+        Column(title="TTFT, ms", name="ttft_ms", digits=0),
+    ),
+)
+
+
+def reuse(where: dict[str, Any], rows: list[Row]) -> str:
+    """``kvloom bench reuse``."""
+    turns = select(rows, row="reuse")
+    talks = {(row["conversation"], row["prefix_tokens"]) for row in turns}
+    wrong = sum(bool(row["wrong"]) for row in turns)
+    errors = sum(row["error"] is not None for row in turns)
+    return f"""\
+## What reuse gains
+
+{command(where)}
+
+Conversations with a tool on one real prefill and one real decode engine (the bundled model
+in float32, a core each), streamed, one turn at a time. All texts follow from a seed; each
+turn's history holds the model's own answers, and {TOOL_S:g} s go by while a tool runs. The
+same {len(talks)} conversations are played by each variant, one after another, in an order
+that turns, and none finds what another left in a cache. *off*, *lazy*, *eager*, *direct*
+(as *lazy*, but decode does short turns alone) and *auto* are routers in front of the same
+two engines. *single*, the floor, is the prefill engine asked directly as one ordinary vLLM:
+the same flags and the same core at nearly the same time, and no router in between. Decode
+idles meanwhile, so it has one core, where a user may give it both. *lost*: prefill loses
+its prefix cache when an answer begins, as one that serves others has by the next turn;
+*single* never does. No transfer times or bytes were taken, nobody else used the engines,
+and a CPU computes a prompt far more slowly than it moves KV: the gains on a GPU are
+smaller.
+
+Of {len(turns)} turns {wrong} had a wrong answer (other tokens than one vLLM gave to the
+same prompt) and {errors} an error.
+
+{machine(where)}
+
+Turns after the first: medians, smallest and largest in brackets; tokens by source are
+means. Few turns make a cell: read what is far apart, not what is near. *Reused* counts the tokens that were not computed, of those that prompt and history
+have in common. For *single* and for direct turns *local* is the answering engine's cache.
+
+{markdown(summary_rows(turns), layouts.REUSE[0])}
+
+**By turn**
+
+{markdown(turns, TURNS)}
+
+![TTFT by history, by variant](benchmarks-reuse.png)
+"""
 
 
 # --- the router
@@ -313,6 +379,7 @@ def _pull_us(laws: Sequence[Row], model: str, basis: str) -> float:
 
 
 SECTIONS: Final = (
+    Section("reuse.jsonl", reuse),
     Section("router.jsonl", router),
     Section("sdk.jsonl", sdk),
     Section("pressure.jsonl", pressure),
@@ -331,6 +398,30 @@ def render(folder: Path = RESULTS) -> str:
 
 
 # --- plots
+
+
+def plot_reuse(rows: Sequence[Row], path: Path) -> None:
+    """TTFT of turns after the first over the history's length, a line a variant."""
+    import matplotlib.pyplot as plt
+
+    turns = [r for r in select(rows, row="reuse", error=None) if r["turn"] > 1]
+    names = list(dict.fromkeys(row["variant"] for row in turns))
+    drawn, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axis, cache in zip(axes, ("kept", "lost"), strict=True):
+        for colour, name in zip(_MORE_COLOURS, names, strict=False):
+            # One vLLM's cache is never lost.
+            case = "kept" if name == "single" else cache
+            mine = select(turns, variant=name, prefill_cache=case)
+            mine.sort(key=lambda row: row["history_tokens"])
+            at, ms = ([row[n] for row in mine] for n in ("history_tokens", "ttft_ms"))
+            style = "--" if name == "single" else "o-"
+            axis.plot(at, ms, style, color=colour, label=name, markersize=3)
+        axis.set_title(f"TTFT, ms, by tokens of history; cache {cache}", fontsize=10)
+        axis.set_yscale("log")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8, ncols=2)
+    drawn.savefig(path, dpi=110)
+    plt.close(drawn)
 
 
 def plot_router(rows: Sequence[Row], path: Path) -> None:
@@ -406,12 +497,20 @@ def plot_simulate(rows: Sequence[Row], path: Path) -> None:
     plt.close(drawn)
 
 
+_MORE_COLOURS: Final = ("black", "#c2410c", "#0369a1", "#6d28d9", "#15803d", "#a16207")
 _COLOURS: Final = ("#c2410c", "#0369a1", "#6d28d9", "#15803d")
+
+
+_PLOTS: Final = (
+    ("reuse", plot_reuse),
+    ("router", plot_router),
+    ("simulate", plot_simulate),
+)
 
 
 def plot(folder: Path = RESULTS) -> None:
     """Write the document's pictures."""
-    for name, draw in (("router", plot_router), ("simulate", plot_simulate)):
+    for name, draw in _PLOTS:
         _, rows = read_results(folder / f"{name}.jsonl")
         draw(rows, DOCUMENT.with_name(f"benchmarks-{name}.png"))
 

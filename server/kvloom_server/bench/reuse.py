@@ -78,7 +78,7 @@ def effort(
     chosen = tuple(v for v in ROUTERS if not variants or v in variants)
     if is_quick:
         return Effort(
-            lengths=(400, 1200), num_turns=3, repeats=repeats or 1, variants=chosen
+            lengths=(800,), num_turns=3, repeats=repeats or 1, variants=chosen
         )
     return Effort(
         lengths=(1000, 2000, 4000), num_turns=4, repeats=repeats or 3, variants=chosen
