@@ -99,6 +99,8 @@ def reuse(where: dict[str, Any], rows: list[Row]) -> str:
     talks = {(row["conversation"], row["prefix_tokens"]) for row in turns}
     wrong = sum(bool(row["wrong"]) for row in turns)
     errors = sum(row["error"] is not None for row in turns)
+    is_whole = bool(select(rows, row="reuse_summary"))
+    cut = "" if is_whole else " The run was stopped before its last turns."
     return f"""\
 ## What reuse gains
 
@@ -119,7 +121,7 @@ and a CPU computes a prompt far more slowly than it moves KV: the gains on a GPU
 smaller.
 
 Of {len(turns)} turns {wrong} had a wrong answer (other tokens than one vLLM gave to the
-same prompt) and {errors} an error.
+same prompt) and {errors} an error.{cut}
 
 {machine(where)}
 
