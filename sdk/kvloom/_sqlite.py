@@ -34,6 +34,10 @@ create index if not exists handles_by_expiry on handles (expires_at);
 """
 
 
+class _ForeignFileError(ValueError):
+    """The file is a database, and not a store's."""
+
+
 class SQLiteStore:
     """The handles of all processes that open the same file.
 
@@ -140,8 +144,12 @@ class SQLiteStore:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Alone with the file: all of the block happens, or nothing."""
-        with _as_store_error(self._path), self._own_link().transaction() as db:
-            yield db
+        try:
+            with _as_store_error(self._path), self._own_link().transaction() as db:
+                yield db
+        except _ForeignFileError as error:
+            # The file was right when the store was made: the turn goes on without.
+            raise HandleStoreError(str(error)) from error
 
     def _own_link(self) -> "_Link":
         if self._link.pid != os.getpid():
@@ -199,7 +207,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     if application_id != _APPLICATION_ID:
         (num_tables,) = db.execute("select count(*) from sqlite_master").fetchone()
         if application_id or num_tables:
-            raise ValueError(
+            raise _ForeignFileError(
                 f"{path.name} is a database of something else: give the store of "
                 "handles a file of its own"
             )

@@ -234,3 +234,19 @@ class SQLiteMachine(StoreMachine):
 
 TestSQLite = SQLiteMachine.TestCase
 TestSQLite.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+
+
+def test_a_file_that_became_somebody_elses_costs_the_handle_only(path: Path) -> None:
+    """Opened again, it is a store that fails, not an error that ends the turn."""
+    store = SQLiteStore(path)
+    store.close()
+    path.unlink()
+    other = sqlite3.connect(path)
+    other.execute("create table theirs (a)")
+    other.commit()
+    other.close()
+
+    with pytest.raises(HandleStoreError, match="something else"):
+        store.put(KEY, _stored("h", "a"))
+    with pytest.raises(HandleStoreError, match="something else"):
+        store.pop(KEY, _history("a"), now=0.0)
