@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import socket
 
 import httpx
 import pytest
@@ -22,6 +21,7 @@ from kvloom_server.bench.load import (
     open_streams,
 )
 from kvloom_server.bench.plain_proxy import build_app
+from kvloom_server.cluster.ports import free_ports
 from kvloom_server.router import RouterServer
 from kvloom_server.settings import RouterSettings
 
@@ -34,10 +34,8 @@ def anyio_backend() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    (port,) = free_ports(1)
+    return port
 
 
 @pytest.fixture

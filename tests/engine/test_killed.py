@@ -5,7 +5,6 @@ whoever comes back serves as before. Answers are a fresh engine's.
 """
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from waiting import attempts
 
 from kvloom.protocol import PLAN_HEADER, PlanReport
 from kvloom_server.cluster.engine_args import Role
+from kvloom_server.cluster.ports import free_ports
 
 RUNNING = "vllm:num_requests_running"
 LONG = 3
@@ -34,9 +34,8 @@ class Router:
     """``kvloom serve`` over the two engines, in a process of its own."""
 
     def __init__(self, duo: Duo, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
         self._duo = duo
         self._log = log
         self._http = httpx.Client(timeout=120)

@@ -14,6 +14,8 @@ import readme
 from pair import Pair
 from shelf import Running, Shelf
 
+from kvloom_server.cluster.ports import free_ports
+
 KVLOOM = [sys.executable, "-m", "kvloom_server"]
 EXACT = "--engine-arg=--dtype=float32"
 
@@ -236,10 +238,8 @@ def test_a_killed_cluster_takes_its_engines_along(
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    (port,) = free_ports(1)
+    return port
 
 
 def _await_end(pid: int) -> None:

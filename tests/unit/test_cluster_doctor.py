@@ -1,7 +1,6 @@
 """Running engines, looked at and judged: each by itself, and all together."""
 
 import asyncio
-import socket
 from contextlib import contextmanager
 
 import pytest
@@ -15,6 +14,7 @@ from kvloom.testing import FakeCluster
 from kvloom_connector.book import LeaseBook
 from kvloom_connector.service import EngineIdentity, LeaseService
 from kvloom_server.cluster.doctor import VLLM_SERIES
+from kvloom_server.cluster.ports import free_ports
 from kvloom_server.cluster.probe import (
     EngineView,
     Silence,
@@ -250,9 +250,8 @@ def test_a_locked_lease_service_is_silent_to_others(key):
 
 
 def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    (port,) = free_ports(1)
+    return port
 
 
 def welcome(block_size=16, protocol=PROTOCOL_VERSION):
