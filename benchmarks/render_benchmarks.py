@@ -10,19 +10,19 @@ python benchmarks/render_benchmarks.py --plots
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from kvloom_server.bench import layouts
 from kvloom_server.bench.laws import REQUESTS
-from kvloom_server.bench.results import Row, read_results
+from kvloom_server.bench.plots import PLOTS
+from kvloom_server.bench.results import Row, figure, read_results, select
 from kvloom_server.bench.reuse import TOOL_S
 from kvloom_server.bench.reuse_rows import summary_rows
 from kvloom_server.bench.simulate import LEARNING_CONVERSATIONS
-from kvloom_server.bench.statistics import Spread, spread
-from kvloom_server.bench.tables import Column, Layout, markdown
+from kvloom_server.bench.tables import markdown
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results"
@@ -78,20 +78,6 @@ def command(where: dict[str, Any]) -> str:
 
 # --- reuse
 
-TURNS: Final = Layout(
-    title="By turn",
-    where={"row": "reuse"},
-    columns=(
-        Column(title="prefill's cache", name="prefill_cache"),
-        Column(title="variant", name="variant"),
-        Column(title="history from", name="prefix_tokens"),
-        Column(title="turn", name="turn"),
-        Column(title="history, tokens", name="history_tokens", digits=0),
-        Column(title="plan", name="plan"),
-        Column(title="TTFT, ms", name="ttft_ms", digits=0),
-    ),
-)
-
 
 def reuse(where: dict[str, Any], rows: list[Row]) -> str:
     """``kvloom bench reuse``."""
@@ -111,7 +97,8 @@ in float32, a core each), streamed, one turn at a time. All texts follow from a 
 turn's history holds the model's own answers, and {TOOL_S:g} s go by while a tool runs. The
 same {len(talks)} conversations are played by each variant, one after another, in an order
 that turns, and none finds what another left in a cache. *off*, *lazy*, *eager*, *direct*
-(as *lazy*, but decode does short turns alone) and *auto* are routers in front of the same
+(as *lazy*, but decode may do short turns alone, where an estimate says that it is faster: the
+table by turn says what was done) and *auto* are routers in front of the same
 two engines. *single*, the floor, is the prefill engine asked directly as one ordinary vLLM:
 the same flags and the same core at nearly the same time, and no router in between. Decode
 idles meanwhile, so it has one core, where a user may give it both. *lost*: prefill loses
@@ -133,23 +120,13 @@ have in common. For *single* and for direct turns *local* is the answering engin
 
 **By turn**
 
-{markdown(turns, TURNS)}
+{markdown(turns, layouts.TURNS)}
 
 ![TTFT by history, by variant](benchmarks-reuse.png)
 """
 
 
 # --- the router
-
-
-def select(rows: Iterable[Row], **values: object) -> list[Row]:
-    """The rows with these values."""
-    return [row for row in rows if all(row.get(k) == v for k, v in values.items())]
-
-
-def figure(rows: Iterable[Row], name: str, **values: object) -> Spread:
-    """A field's median and spread over the rows with these values."""
-    return spread([row[name] for row in select(rows, **values)])
 
 
 def aims(rows: Sequence[Row]) -> str:
@@ -399,120 +376,9 @@ def render(folder: Path = RESULTS) -> str:
     return "\n".join(parts)
 
 
-# --- plots
-
-
-def plot_reuse(rows: Sequence[Row], path: Path) -> None:
-    """TTFT of turns after the first over the history's length, a line a variant."""
-    import matplotlib.pyplot as plt
-
-    turns = [r for r in select(rows, row="reuse", error=None) if r["turn"] > 1]
-    names = list(dict.fromkeys(row["variant"] for row in turns))
-    drawn, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for axis, cache in zip(axes, ("kept", "lost"), strict=True):
-        for colour, name in zip(_MORE_COLOURS, names, strict=False):
-            # One vLLM's cache is never lost.
-            case = "kept" if name == "single" else cache
-            mine = select(turns, variant=name, prefill_cache=case)
-            mine.sort(key=lambda row: row["history_tokens"])
-            at, ms = ([row[n] for row in mine] for n in ("history_tokens", "ttft_ms"))
-            style = "--" if name == "single" else "o-"
-            axis.plot(at, ms, style, color=colour, label=name, markersize=3)
-        axis.set_title(f"TTFT, ms, by tokens of history; cache {cache}", fontsize=10)
-        axis.set_yscale("log")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize=8, ncols=2)
-    drawn.savefig(path, dpi=110)
-    plt.close(drawn)
-
-
-def plot_router(rows: Sequence[Row], path: Path) -> None:
-    """CPU a turn and a chunk, by proxy, with the spread."""
-    import matplotlib.pyplot as plt
-
-    names = {
-        "kvloom": ("kvloom", False),
-        "kvloom, returns": ("kvloom", True),
-        "vllm-router": ("vllm-router", False),
-        "fastapi-httpx": ("fastapi-httpx", False),
-    }
-    panels = (
-        ("a turn, two legs", "cpu_us_per_request", {"streams": 8, "body_bytes": 2048}),
-        ("a chunk, 32 streams", "cpu_us_per_chunk", {"streams": 32}),
-    )
-    drawn, axes = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
-    for axis, (title, name, values) in zip(axes, panels, strict=True):
-        measured = [
-            figure(
-                [row for row in rows if row.get(name) is not None],
-                name,
-                proxy=proxy,
-                returns=returns,
-                legs=2,
-                **values,
-            )
-            for proxy, returns in names.values()
-        ]
-        middle = [each.median for each in measured]
-        reach = [
-            [each.median - each.low for each in measured],
-            [each.high - each.median for each in measured],
-        ]
-        axis.barh(list(names), middle, xerr=reach, color=_COLOURS[: len(names)])
-        axis.invert_yaxis()
-        axis.set_title(f"CPU of {title}, µs", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-    drawn.savefig(path, dpi=110)
-    plt.close(drawn)
-
-
-def plot_simulate(rows: Sequence[Row], path: Path) -> None:
-    """TTFT over the history's length, a line a mode."""
-    import matplotlib.pyplot as plt
-
-    cells = select(rows, row="simulate", basis="TTFT")
-    models = list(dict.fromkeys(row["model"] for row in cells))
-    drawn, axes = plt.subplots(1, len(models), figsize=(9, 3.2), layout="constrained")
-    for axis, model in zip(axes, models, strict=True):
-        mine = select(cells, model=model)
-        for colour, mode in zip(
-            _COLOURS, ("off", "lazy", "eager", "direct"), strict=True
-        ):
-            line = select(mine, mode=mode)
-            style = "--" if mode == "direct" else "-"
-            at, ms = ([row[n] for row in line] for n in ("prefix_tokens", "ttft_ms"))
-            axis.plot(at, ms, style, color=colour, label=mode)
-        known = [row for row in mine if row["published_ms"]]
-        axis.scatter(
-            [row["prefix_tokens"] for row in known],
-            [row["published_ms"] for row in known],
-            color="black",
-            s=18,
-            zorder=3,
-            label="published",
-        )
-        axis.set_title(f"{model}: TTFT, ms, by tokens of history", fontsize=10)
-        axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize=9)
-    drawn.savefig(path, dpi=110)
-    plt.close(drawn)
-
-
-_MORE_COLOURS: Final = ("black", "#c2410c", "#0369a1", "#6d28d9", "#15803d", "#a16207")
-_COLOURS: Final = ("#c2410c", "#0369a1", "#6d28d9", "#15803d")
-
-
-_PLOTS: Final = (
-    ("reuse", plot_reuse),
-    ("router", plot_router),
-    ("simulate", plot_simulate),
-)
-
-
 def plot(folder: Path = RESULTS) -> None:
     """Write the document's pictures."""
-    for name, draw in _PLOTS:
+    for name, draw in PLOTS:
         _, rows = read_results(folder / f"{name}.jsonl")
         draw(rows, DOCUMENT.with_name(f"benchmarks-{name}.png"))
 

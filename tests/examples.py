@@ -1,7 +1,5 @@
 """The examples, and how a test runs one: on fake engines or on real ones."""
 
-import os
-import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from environments import interpreter
+from programs import ran
 from readme import ROOT
 
 
@@ -43,21 +42,8 @@ def run(
 ) -> str:
     """What an example prints; it must end well."""
     python = frameworks(config) if example.is_elsewhere else Path(sys.executable)
-    done = subprocess.run(
-        [python, example.path, *example.arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            "KVLOOM_BASE_URL": base_url,
-            "KVLOOM_MODEL": model,
-            "PYTHONPATH": str(ROOT / "sdk"),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
-    return done.stdout
+    command = [python, example.path, *example.arguments]
+    return ran(command, base_url=base_url, model=model, folder=folder)
 
 
 def frameworks(config: pytest.Config) -> Path:

@@ -1,12 +1,11 @@
 """The notebooks, and how a test runs them: on fake engines or on real ones."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import jupytext
 import nbformat
+from programs import ran
 from readme import ROOT
 
 SCRIPTS = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
@@ -23,18 +22,10 @@ def run_all(*, base_url: str, model: str, folder: Path) -> None:
         nbformat.write(jupytext.read(script), folder / f"{script.stem}.ipynb")
     command = [sys.executable, "-m", "pytest", "--nbmake", "-q"]
     command += [f"--nbmake-timeout={CELL_LIMIT_S}", "-p", "no:cacheprovider"]
-    done = subprocess.run(
+    printed = ran(
         [*command, f"--rootdir={folder}", str(folder)],
-        cwd=folder,
-        env={
-            **os.environ,
-            "KVLOOM_BASE_URL": base_url,
-            "KVLOOM_MODEL": model,
-            "PYTHONPATH": str(ROOT / "sdk"),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+        base_url=base_url,
+        model=model,
+        folder=folder,
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert f"{len(SCRIPTS)} passed" in done.stdout
+    assert f"{len(SCRIPTS)} passed" in printed

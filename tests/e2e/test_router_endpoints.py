@@ -281,18 +281,13 @@ async def test_tools_are_called_and_answered(
     tool's result starts from the cache."""
     async with staged(responder=thoughtful, **PATIENT) as stage:
         talk = api(stage, is_streamed=is_streamed)
-        if isinstance(talk, MessagesTalk):
-            talk.body |= {"tools": MESSAGES_TOOLS, "tool_choice": {"type": "any"}}
-        else:
-            talk.body |= {"tools": RESPONSES_TOOLS, "tool_choice": "required"}
+        _has_to_call(talk)
         said = await talk.turn()
         await same_as_fresh(talk, said, responder=thoughtful)
         thought, call = said.output
         assert thought["type"] in ("reasoning", "thinking")
         assert call["name"] == "weather"
-        talk.body["tool_choice"] = (
-            {"type": "auto"} if isinstance(talk, MessagesTalk) else "auto"
-        )
+        _may_call(talk)
         _answer_call(talk, said, call)
         stage.cluster.prefill[0].engine.lose_cache()
         again = await talk.turn()
@@ -310,15 +305,10 @@ async def test_the_history_is_at_prefill_when_the_tool_is_done(
     the tool runs, in the tokens that were generated, and the lease ends."""
     async with staged(settings={"returns": "eager"}, **PATIENT) as stage:
         talk = api(stage, is_streamed=is_streamed)
-        if isinstance(talk, MessagesTalk):
-            talk.body |= {"tools": MESSAGES_TOOLS, "tool_choice": {"type": "any"}}
-        else:
-            talk.body |= {"tools": RESPONSES_TOOLS, "tool_choice": "required"}
+        _has_to_call(talk)
         said = await talk.turn()
         await until_warm(stage)
-        talk.body["tool_choice"] = (
-            {"type": "auto"} if isinstance(talk, MessagesTalk) else "auto"
-        )
+        _may_call(talk)
         _answer_call(talk, said, said.output[0])
         again = await talk.turn()
         await same_as_fresh(talk, again)
@@ -353,16 +343,25 @@ async def test_without_rendering_a_turn_keeps_its_lease(api: type[Talk]) -> None
     off: EngineOptions = {"scale_out": False, **PATIENT}
     async with staged(settings={"returns": "eager"}, **off) as stage:
         talk = api(stage, is_streamed=True)
-        if isinstance(talk, MessagesTalk):
-            talk.body |= {"tools": MESSAGES_TOOLS, "tool_choice": {"type": "any"}}
-        else:
-            talk.body |= {"tools": RESPONSES_TOOLS, "tool_choice": "required"}
+        _has_to_call(talk)
         said = await talk.turn()
         await until_counted(stage, "unfit")
         stage.cluster.prefill[0].engine.lose_cache()
         _answer_call(talk, said, said.output[0])
         again = await talk.turn()
         assert again.report.returned_tokens
+
+
+def _has_to_call(talk: Talk) -> None:
+    if isinstance(talk, MessagesTalk):
+        talk.body |= {"tools": MESSAGES_TOOLS, "tool_choice": {"type": "any"}}
+    else:
+        talk.body |= {"tools": RESPONSES_TOOLS, "tool_choice": "required"}
+
+
+def _may_call(talk: Talk) -> None:
+    is_anthropics = isinstance(talk, MessagesTalk)
+    talk.body["tool_choice"] = {"type": "auto"} if is_anthropics else "auto"
 
 
 def _answer_call(talk: Talk, said: Said, call: dict[str, Any]) -> None:

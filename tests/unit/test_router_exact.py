@@ -14,7 +14,7 @@ from kvloom_server.router.exact import (
     ExactPrompt,
     Joined,
     Spoken,
-    is_fit,
+    fit_messages,
     join,
     say_the_same,
 )
@@ -40,11 +40,18 @@ def ids(*parts: list[int]) -> "array[int]":
 def spoken(rendered: list[int], answer: list[int], exact: list[int] | None = None):
     return Spoken(
         prompt=ExactPrompt(
-            rendered=ids(rendered), exact=ids(rendered if exact is None else exact)
+            rendered=ids(rendered),
+            exact=ids(rendered if exact is None else exact),
+            num_messages=1,
         ),
         answer=ids(answer, [END]),
-        num_messages=1,
     )
+
+
+def plain(*parts: list[int]) -> ExactPrompt:
+    """The next request's prompt, as it is rendered."""
+    whole = ids(*parts)
+    return ExactPrompt(rendered=whole, exact=whole, num_messages=3)
 
 
 @given(WORDS, WORDS, WORDS, WORDS, WORDS)
@@ -53,7 +60,7 @@ def test_the_prompt_goes_on_from_what_was_generated(
 ):
     """All that was there, the answer as it was generated, and what follows it."""
     upto = [*before, *rendered, END, 1]
-    joined = join(spoken(before, generated, exact), ids(upto, rest), ids(upto))
+    joined = join(spoken(before, generated, exact), plain(upto, rest), ids(upto))
     assert isinstance(joined, Joined)
     assert joined.exact.exact == ids(exact, generated, [END, 1], rest)
     assert joined.plain.exact == ids(exact, rendered, [END, 1], rest)
@@ -67,7 +74,7 @@ def test_an_answer_that_renders_as_it_was_generated_changes_nothing(
 ):
     """Then both prompts are the rendered one, turn after turn."""
     upto = [*before, *answer, END, 1]
-    first = join(spoken(before, answer), ids(upto, more), ids(upto))
+    first = join(spoken(before, answer), plain(upto, more), ids(upto))
     assert isinstance(first, Joined)
     assert first.is_same
     assert first.exact == first.plain
@@ -81,13 +88,13 @@ def test_another_history_is_never_replaced(before, history, answer, rest, data):
     other = [*before, *history]
     other[len(before) + place] += 100
     upto = [*other, *answer, END]
-    got = join(spoken([*before, *history], answer), ids(upto, rest), ids(upto))
+    got = join(spoken([*before, *history], answer), plain(upto, rest), ids(upto))
     assert got is ExactOutcome.REWRITTEN
 
 
 def test_a_template_that_changes_its_mind_is_not_trusted():
     """What is rendered up to the answer must begin what is rendered of all."""
-    got = join(spoken([5], [6]), ids([5, 7, END, 9]), ids([5, 6, END]))
+    got = join(spoken([5], [6]), plain([5, 7, END, 9]), ids([5, 6, END]))
     assert got is ExactOutcome.REWRITTEN
 
 
@@ -95,7 +102,7 @@ def test_a_template_that_changes_its_mind_is_not_trusted():
 def test_an_answer_without_one_clear_end_stays_as_it_is(said):
     """A text that holds the end mark itself must not be cut there."""
     upto = [5, *said]
-    got = join(spoken([5], [6]), ids(upto, [9]), ids(upto))
+    got = join(spoken([5], [6]), plain(upto, [9]), ids(upto))
     assert got is ExactOutcome.UNCLEAR
 
 
@@ -226,9 +233,10 @@ def test_only_plain_chat_requests_are_fit():
         return {k: msgspec.Raw(msgspec.json.encode(v)) for k, v in fields.items()}
 
     messages = [{"role": "user", "content": "hello"}]
-    assert is_fit(Api.CHAT, body(messages=messages))
-    assert not is_fit(Api.MESSAGES, body(messages=messages))
-    assert not is_fit(Api.CHAT, body(messages="hello"))
+    assert fit_messages(Api.CHAT, body(messages=messages)) is not None
+    assert fit_messages(Api.MESSAGES, body(messages=messages)) is None
+    assert fit_messages(Api.CHAT, body(messages="hello")) is None
     for name in ("documents", "continue_final_message", "truncate_prompt_tokens"):
-        assert is_fit(Api.CHAT, body(messages=messages, **{name: None}))
-        assert not is_fit(Api.CHAT, body(messages=messages, **{name: [1]}))
+        nothing = body(messages=messages, **{name: None})
+        assert fit_messages(Api.CHAT, nothing) is not None
+        assert fit_messages(Api.CHAT, body(messages=messages, **{name: [1]})) is None

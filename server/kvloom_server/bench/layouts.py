@@ -151,3 +151,17 @@ SIMULATE: Final = (
         ),
     ),
 )
+
+TURNS: Final = Layout(
+    title="By turn",
+    where={"row": "reuse"},
+    columns=(
+        Column(title="prefill's cache", name="prefill_cache"),
+        Column(title="variant", name="variant"),
+        Column(title="history from", name="prefix_tokens"),
+        Column(title="turn", name="turn"),
+        Column(title="history, tokens", name="history_tokens", digits=0),
+        Column(title="plan", name="plan"),
+        Column(title="TTFT, ms", name="ttft_ms", digits=0),
+    ),
+)

@@ -1,10 +1,12 @@
 """Result files: JSON lines, the environment first, then a row a measurement."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
+
+from .statistics import Spread, spread
 
 Row = dict[str, Any]
 
@@ -71,3 +73,13 @@ def read_results(path: Path) -> tuple[Row, list[Row]]:
     if not lines or lines[0].get("row") != "environment":
         raise ValueError(f"{path.name} does not begin with its environment")
     return lines[0], lines[1:]
+
+
+def select(rows: Iterable[Row], **values: object) -> list[Row]:
+    """The rows with these values."""
+    return [row for row in rows if all(row.get(k) == v for k, v in values.items())]
+
+
+def figure(rows: Iterable[Row], name: str, **values: object) -> Spread:
+    """A field's median and spread over the rows with these values."""
+    return spread([row[name] for row in select(rows, **values)])

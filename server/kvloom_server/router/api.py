@@ -12,6 +12,7 @@ import msgspec
 Body = dict[str, msgspec.Raw]
 
 NULL: Final = b"null"
+RAW_FALSE: Final = msgspec.Raw(b"false")
 
 
 class Api(StrEnum):

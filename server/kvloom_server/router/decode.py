@@ -18,7 +18,7 @@ from .directory import Directory, continues
 from .engine import Engine, EngineLostError
 from .engines import Engines
 from .errors import engine_failed
-from .exact_turns import ExactTurns, prompt_ids
+from .exact_turns import ExactTurns
 from .exchange import Exchange
 from .experience import Experience
 from .feed import Feeds
@@ -223,7 +223,7 @@ class DecodeLeg:
             api=job.request.api,
             expected_return_s=self._experience.expected_return_s(job),
             awaited=awaited,
-            prompt_ids=prompt_ids(job),
+            prompt_ids=job.prompt_ids,
             tells_answer=job.exact is not None or self._warmer.reads_tokens(job),
         )
         return job.leg(engine, body, api_key=self._api_key, trace=trace)

@@ -9,10 +9,12 @@ generated tokens go into the next prompt in place of the rendered ones.
 import json
 import re
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, DecimalException
 from enum import Enum, StrEnum, auto
 from typing import Any, Final
+
+import msgspec
 
 from .api import Api, Body, is_given, items_of
 
@@ -82,6 +84,8 @@ class ExactPrompt:
     """As the template renders the client's messages."""
     exact: "array[int]"
     """As the engines get it."""
+    num_messages: int
+    """Of the request; the answer is the one after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +95,6 @@ class Spoken:
     prompt: ExactPrompt
     answer: "array[int]"
     """What was generated, the token that ended it included."""
-    num_messages: int
-    """Of the request; the answer is the one after them."""
 
     @property
     def num_bytes(self) -> int:
@@ -119,24 +121,24 @@ class Joined:
         return self.rendered_answer == self.generated_answer
 
 
-def is_fit(api: Api, body: Body) -> bool:
-    """Whether the prompt is what a template makes of the request's messages."""
+def fit_messages(api: Api, body: Body) -> list[msgspec.Raw] | None:
+    """The request's messages, if its prompt is what a template makes of them."""
     if api is not Api.CHAT or any(is_given(body, name) for name in _UNFIT):
-        return False
-    return items_of(body, "messages") is not None
+        return None
+    return items_of(body, "messages")
 
 
 def join(
-    spoken: Spoken, whole: "array[int]", upto: "array[int]"
+    spoken: Spoken, plain: ExactPrompt, upto: "array[int]"
 ) -> Joined | ExactOutcome:
     """Put a generated answer into the prompt of the turn after it.
 
     Args:
         spoken: the conversation up to that answer.
-        whole: the new request's messages, rendered.
+        plain: the new request's messages, as they are rendered.
         upto: those up to the answer, rendered, and no turn begun after them.
     """
-    before = spoken.prompt.rendered
+    before, whole = spoken.prompt.rendered, plain.rendered
     if upto[: len(before)] != before or whole[: len(upto)] != upto:
         return ExactOutcome.REWRITTEN
     said, closing = upto[len(before) :], spoken.answer[-1]
@@ -147,8 +149,8 @@ def join(
     earlier = spoken.prompt.exact
     after = said[end + 1 :] + whole[len(upto) :]
     return Joined(
-        plain=ExactPrompt(rendered=whole, exact=earlier + whole[len(before) :]),
-        exact=ExactPrompt(rendered=whole, exact=earlier + spoken.answer + after),
+        plain=replace(plain, exact=earlier + whole[len(before) :]),
+        exact=replace(plain, exact=earlier + spoken.answer + after),
         rendered_answer=said[: end + 1],
         generated_answer=spoken.answer,
     )

@@ -13,14 +13,14 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from .api import Body, items_of
+from .api import RAW_FALSE, Body
 from .engines import Engines
 from .exact import (
     ExactOutcome,
     ExactPrompt,
     Joined,
     Spoken,
-    is_fit,
+    fit_messages,
     join,
     say_the_same,
 )
@@ -38,7 +38,6 @@ TIMEOUT_S: Final = 10.0
 """Of all that is asked before one turn."""
 
 T = TypeVar("T")
-_FALSE: Final = msgspec.Raw(b"false")
 
 
 class ExactTurns:
@@ -67,13 +66,16 @@ class ExactTurns:
         if not self._is_on or job.turn.tag is None or not job.asks_lease:
             return
         outcome = ExactOutcome.UNFIT
-        if is_fit(job.request.api, job.request.body):
+        messages = fit_messages(job.request.api, job.request.body)
+        if messages is not None:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    outcome = await self._prepare(job, job.turn.tag)
+                    outcome = await self._prepare(job, messages, job.turn.tag)
             except (NotRenderedError, UpstreamError, TimeoutError) as error:
                 log.info("event=not_rendered why=%s", type(error).__name__)
                 outcome = ExactOutcome.NO_RENDER
+        if job.exact is not None:
+            job.prompt_ids = as_json(job.exact.exact)
         self._metrics.exact(outcome)
 
     def ended(self, job: Job, lease: Lease | None) -> None:
@@ -81,14 +83,9 @@ class ExactTurns:
         if job.exact is None or job.turn.tag is None or lease is None:
             return
         self.forget(job.turn.tag)
-        messages = items_of(job.request.body, "messages")
-        if not lease.answer or messages is None:
+        if not lease.answer:
             return
-        spoken = Spoken(
-            prompt=job.exact,
-            answer=array("i", lease.answer),
-            num_messages=len(messages),
-        )
+        spoken = Spoken(prompt=job.exact, answer=array("i", lease.answer))
         self._spoken[job.turn.tag] = spoken
         self._num_bytes += spoken.num_bytes
         while self._num_bytes > self._max_bytes:
@@ -100,46 +97,35 @@ class ExactTurns:
         if spoken is not None:
             self._num_bytes -= spoken.num_bytes
 
-    async def _prepare(self, job: Job, tag: bytes) -> ExactOutcome:
-        body = job.request.body
-        messages = items_of(body, "messages") or []
-        spoken = self._spoken.get(tag)
-        if spoken is None or len(messages) <= spoken.num_messages:
-            whole = await self._render(job, body)
-            job.exact = ExactPrompt(rendered=whole, exact=whole)
+    async def _prepare(
+        self, job: Job, messages: Sequence[msgspec.Raw], tag: bytes
+    ) -> ExactOutcome:
+        body, render = job.request.body, self._renderer.render
+        engine = self._engines[job.plan.prefill or job.plan.decode]
+        spoken, count = self._spoken.get(tag), len(messages)
+        if spoken is None or count <= spoken.prompt.num_messages:
+            job.exact = _plain(await render(engine, job, body), count)
             return ExactOutcome.RENDERED
         self._spoken.move_to_end(tag)
-        earlier = _upto(body, messages[: spoken.num_messages + 1])
-        whole, upto = await _both(self._render(job, body), self._render(job, earlier))
-        job.exact = ExactPrompt(rendered=whole, exact=whole)
-        joined = join(spoken, whole, upto)
+        earlier = _upto(body, messages[: spoken.prompt.num_messages + 1])
+        whole, upto = await _both(
+            render(engine, job, body), render(engine, job, earlier)
+        )
+        job.exact = _plain(whole, count)
+        joined = join(spoken, job.exact, upto)
         if not isinstance(joined, Joined):
             return joined
         job.exact = joined.plain
         if joined.is_same:
             return ExactOutcome.SAME
-        if not await self._say_the_same(job, joined):
+        texts = await _both(
+            self._renderer.text(engine, job, joined.rendered_answer),
+            self._renderer.text(engine, job, joined.generated_answer),
+        )
+        if not say_the_same(*texts):
             return ExactOutcome.OTHER_WORDS
         job.exact = joined.exact
         return ExactOutcome.PUT_IN
-
-    async def _say_the_same(self, job: Job, joined: Joined) -> bool:
-        engine = self._engines[job.plan.prefill or job.plan.decode]
-        return say_the_same(
-            *await _both(
-                self._renderer.text(engine, job, joined.rendered_answer),
-                self._renderer.text(engine, job, joined.generated_answer),
-            )
-        )
-
-    async def _render(self, job: Job, body: Body) -> "array[int]":
-        engine = self._engines[job.plan.prefill or job.plan.decode]
-        return await self._renderer.render(engine, job, body)
-
-
-def prompt_ids(job: Job) -> msgspec.Raw | None:
-    """What both legs of a turn get for their prompt."""
-    return None if job.exact is None else as_json(job.exact.exact)
 
 
 def history_ids(job: Job, lease: Lease) -> msgspec.Raw | None:
@@ -154,12 +140,16 @@ def as_json(ids: Iterable[int]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(list(ids)))
 
 
+def _plain(rendered: "array[int]", num_messages: int) -> ExactPrompt:
+    return ExactPrompt(rendered=rendered, exact=rendered, num_messages=num_messages)
+
+
 def _upto(body: Body, messages: Sequence[msgspec.Raw]) -> Body:
     """The request, if its messages ended here and nobody were to answer."""
     return {
         **body,
         "messages": msgspec.Raw(msgspec.json.encode(messages)),
-        "add_generation_prompt": _FALSE,
+        "add_generation_prompt": RAW_FALSE,
     }
 
 

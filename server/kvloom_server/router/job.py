@@ -89,6 +89,8 @@ class Job:
     """What is remembered of the request, where its conversation is known."""
     exact: ExactPrompt | None = field(default=None, repr=False)
     """The prompt's tokens, where both legs are to get those."""
+    prompt_ids: msgspec.Raw | None = field(default=None, repr=False)
+    """The same as the JSON that the legs carry."""
     prefill: Engine | None = None
     """Who did the prefill leg, once it is done."""
     prefilled: Prefilled | None = None
@@ -157,6 +159,7 @@ class Job:
         *,
         api_key: str | None,
         name: str | None = None,
+        path: str | None = None,
         trace: Mapping[str, str] | None = None,
     ) -> UpstreamRequest:
         """The request of one leg.
@@ -166,6 +169,7 @@ class Job:
             body: of the request.
             api_key: the engines' own.
             name: in place of the turn's.
+            path: in place of the turn's endpoint.
             trace: headers that name the leg's span, over the client's.
         """
         headers = leg_headers(
@@ -175,7 +179,7 @@ class Job:
             api_key=api_key,
         )
         headers += engine.headers
-        url = engine.spec.url + self.request.api
+        url = engine.spec.url + (self.request.api if path is None else path)
         return UpstreamRequest(method="POST", url=url, headers=headers, body=body)
 
     def report(self, decode: str | None = None) -> PlanReport:

@@ -19,15 +19,13 @@ import httptools
 
 from .native_answer import Answer
 from .upstream import (
+    KEPT_S,
     MAX_HEADER_BYTES,
     BrokenError,
     UnreachableError,
     UpstreamRequest,
     UpstreamResponse,
 )
-
-KEPT_S: Final = 4.0
-"""How long an idle connection is kept."""
 
 _BODILESS: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS", "TRACE"})
 """Methods of which a request without a body does not say so."""

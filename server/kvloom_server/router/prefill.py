@@ -14,7 +14,6 @@ from kvloom.protocol import LeaseRef
 
 from .engine import Engine, EngineLostError, Role
 from .engines import Engines
-from .exact_turns import prompt_ids
 from .experience import Experience
 from .job import (
     MAX_ATTEMPTS,
@@ -154,7 +153,7 @@ class PrefillLeg:
             job.request.api,
             min_tokens=least,
             announce_as=ahead.name if ahead is not None else None,
-            prompt_ids=prompt_ids(job),
+            prompt_ids=job.prompt_ids,
         )
 
     def _learn(self, job: Job, seconds: float, num_others: int) -> None:

@@ -15,7 +15,7 @@ from .api import Body
 from .engine import Engine
 from .job import Job
 from .legs import theirs
-from .upstream import Upstream, UpstreamRequest, read_all
+from .upstream import Upstream, read_all
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +70,15 @@ class Renderer:
         Raises:
             NotRenderedError, UpstreamError: as above.
         """
-        if not ids:
-            return ""
         asked = {"model": job.request.model, "tokens": list(ids)}
         return _decoded(
             await self._ask(engine, job, "/detokenize", asked), _Text
         ).prompt
 
     async def _ask(self, engine: Engine, job: Job, path: str, asked: object) -> bytes:
-        leg = job.leg(engine, msgspec.json.encode(asked), api_key=self._api_key)
-        response = await self._upstream.send(
-            UpstreamRequest(
-                method="POST",
-                url=engine.spec.url + path,
-                headers=leg.headers,
-                body=leg.body,
-            )
-        )
+        body = msgspec.json.encode(asked)
+        request = job.leg(engine, body, api_key=self._api_key, path=path)
+        response = await self._upstream.send(request)
         answer = await read_all(response)
         if response.status == DISABLED:
             log.warning(

@@ -12,7 +12,7 @@ import msgspec
 
 from kvloom.protocol import LeaseRef
 
-from .api import Api
+from .api import RAW_FALSE, Api
 from .legs import prefill_body
 
 MAX_KEPT_BYTES: Final = 256 * 1024
@@ -22,7 +22,6 @@ CALLS: Final = "tool_calls"
 """The finish reason, and the field, of a turn that ends in a tool call."""
 
 _EVENT_END: Final = re.compile(rb"\r?\n\r?\n")
-_RAW_FALSE: Final = msgspec.Raw(b"false")
 
 
 class KeptAnswer:
@@ -105,25 +104,24 @@ def warm_up_body(
     warm = dict(body)
     warm["messages"] = msgspec.Raw(msgspec.json.encode(messages))
     # The next turn's own beginning, to the token: no assistant's turn is open.
-    warm["add_generation_prompt"] = _RAW_FALSE
-    warm["continue_final_message"] = _RAW_FALSE
+    warm["add_generation_prompt"] = RAW_FALSE
+    warm["continue_final_message"] = RAW_FALSE
     return prefill_body(warm, lease, is_warm_up=True, prompt_ids=prompt_ids)
 
 
 def token_warm_up_body(
-    body: Mapping[str, msgspec.Raw], ids: Iterable[int], lease: LeaseRef | None
+    body: Mapping[str, msgspec.Raw], ids: msgspec.Raw, lease: LeaseRef | None
 ) -> bytes:
     """The same in tokens, for APIs whose histories are not made of chat messages.
 
     Args:
         body: the client's request.
-        ids: its prompt and what was generated.
+        ids: its prompt and what was generated, as a JSON list.
         lease: the finished turn's, to pull from.
     """
     kept = {n: body[n] for n in ("model", "cache_salt", "priority") if n in body}
-    prompt = msgspec.Raw(msgspec.json.encode(list(ids)))
     return prefill_body(
-        {**kept, "prompt": prompt}, lease, Api.COMPLETIONS, is_warm_up=True
+        {**kept, "prompt": ids}, lease, Api.COMPLETIONS, is_warm_up=True
     )
 
 

@@ -99,6 +99,10 @@ async def read_all(response: UpstreamResponse) -> bytes:
 _NOT_OURS: Final = ("accept", "accept-encoding", "user-agent", "content-type")
 """Headers that the libraries would add by themselves."""
 
+KEPT_S: Final = 4.0
+"""How long an idle connection is kept: engines close theirs after 5 s (uvicorn), and
+no request is to run into a closing one."""
+
 MAX_HEADER_BYTES: Final = 256 * 1024
 """Longest line of an answer's head."""
 
@@ -121,12 +125,10 @@ class AiohttpUpstream:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # Engines close idle connections after 5 s (uvicorn); we do it first,
-        # so that no request runs into a closing one.
         trusted: ssl.SSLContext | bool = True
         if self._ca_file is not None:
             trusted = ssl.create_default_context(cafile=self._ca_file)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ssl=trusted)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S, ssl=trusted)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=self._timeout,
@@ -206,7 +208,7 @@ class HttpxUpstream:
         self._client = httpx.AsyncClient(
             transport=transport,
             timeout=httpx.Timeout(idle_timeout_s, connect=connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=4.0),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEPT_S),
             follow_redirects=False,
             trust_env=False,
         )

@@ -10,7 +10,7 @@ done, so that a turn loses nothing by it.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -21,7 +21,7 @@ from .api import Api
 from .directory import Directory, Let
 from .engine import Engine, EngineLostError
 from .engines import Engines
-from .exact_turns import history_ids
+from .exact_turns import as_json, history_ids
 from .experience import Experience
 from .identity import new_turn_id
 from .job import Job, Prefilled, decoded
@@ -259,9 +259,8 @@ class Warmer:
             return None
         # A name of its own, which asks for no lease.
         name = new_turn_id(None)
-        leg = job.leg(engine, body, api_key=self._api_key, name=name)
-        path = job.request.api if is_chat else Api.COMPLETIONS
-        return replace(leg, url=engine.spec.url + path)
+        path = None if is_chat else Api.COMPLETIONS
+        return job.leg(engine, body, api_key=self._api_key, name=name, path=path)
 
     def _chat(self, warm_up: _WarmUp) -> bytes | None:
         ids = history_ids(warm_up.job, warm_up.lease)
@@ -277,7 +276,8 @@ class Warmer:
             prompt = await self._renderer.render(warm_up.engine, job, job.request.body)
         except (NotRenderedError, UpstreamError):
             return None
-        return token_warm_up_body(job.request.body, (*prompt, *answer), warm_up.ref)
+        ids = as_json((*prompt, *answer))
+        return token_warm_up_body(job.request.body, ids, warm_up.ref)
 
     async def _at(self, warm_up: _WarmUp, request: UpstreamRequest) -> WarmUpOutcome:
         engine = warm_up.engine
