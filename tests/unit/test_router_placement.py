@@ -1,10 +1,11 @@
 """Where a known conversation's turn goes, and what makes it go elsewhere."""
 
-from dataclasses import replace
+import dataclasses
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvloom.protocol import PlanKind, Reason, ReturnMode
 from kvloom_server.router.estimate import (
@@ -205,7 +206,7 @@ knowns = st.sampled_from(
         KNOWN,
         replace(KNOWN, prefill=None),
         replace(KNOWN, prefill="p1", leases=()),
-        replace(KNOWN, decode="d1", leases=(replace(LEASE, engine="d1"),)),
+        replace(KNOWN, decode="d1", leases=(dataclasses.replace(LEASE, engine="d1"),)),
     ]
 )
 

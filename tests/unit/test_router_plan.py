@@ -1,10 +1,9 @@
 """What the router decides for a turn."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvloom.protocol import PlanKind, Reason, ReturnMode
 from kvloom_server.router.plan import (

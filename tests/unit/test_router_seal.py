@@ -1,9 +1,8 @@
 """Handles that only this router can open."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvloom.protocol import MAX_HANDLE_CHARS, is_handle
 from kvloom_server.router.seal import Binding, HandleMiss, Sealed, Sealer

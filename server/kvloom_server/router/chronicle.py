@@ -6,8 +6,9 @@ turn but its receipt.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from .job import Job
 from .receipts import Receipt, Receipts
@@ -20,8 +21,7 @@ MAX_MODEL_CHARS: Final = 100
 """A model's name is the client's; so much of it is shown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Underway:
+class Underway(msgspec.Struct, frozen=True, kw_only=True):
     """A turn that has begun and not ended."""
 
     conversation: str | None

@@ -13,8 +13,10 @@ who said the same thing first share no more than that beginning.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from .history import DIGEST_BYTES
 
@@ -22,8 +24,7 @@ _PREFIX: Final = "\0derived:"
 """No header and no JSON text of a client begins like this by chance."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Derived:
+class Derived(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation without a name of the client's."""
 
     conversation: str
@@ -31,8 +32,7 @@ class Derived:
     """The conversation that it branched off from."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True):
     """A place in a history that a request ended at, or nearly."""
 
     derived: Derived

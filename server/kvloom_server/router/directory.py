@@ -7,8 +7,10 @@ engines' own lists would not bring back.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from kvloom.protocol import (
     LeaseEvent,
@@ -41,8 +43,7 @@ conversation that does not branch has one."""
 _LIVE: Final = frozenset({LeaseState.GRANTED, LeaseState.CLAIMED})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Let:
+class Let(msgspec.Struct, frozen=True, kw_only=True):
     """A decision: tell this engine that its lease is no longer wanted."""
 
     engine: str

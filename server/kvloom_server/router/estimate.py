@@ -6,8 +6,9 @@ already. An estimate only ever chooses who works; it never decides what is right
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 START_THRESHOLD: Final = 64
 """Tokens: vLLM's own ``kv_recompute_threshold``, from which learning starts."""
@@ -38,8 +39,7 @@ HYSTERESIS_S: Final = 0.02
 """... and by this many seconds. Caches are where the conversation was."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """What work costs between one prefill and one decode engine, in seconds.
 
     The defaults hold until something was measured. They are a fit of llm-d's
@@ -83,8 +83,7 @@ class Rates:
         return max(MIN_THRESHOLD, round(self.pull_start_s / gain_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine has to do."""
 
     num_in_flight: int = 0
@@ -93,8 +92,7 @@ class Load:
     """Of leases, which it keeps for turns to come."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, kw_only=True):
     """One turn's tokens, as far as one knows before they are counted."""
 
     num_new: int

@@ -4,8 +4,9 @@ No I/O; it takes ``now``. Nothing in here decides what is right, only what is
 tried first, so it may be lost or wrong at any time.
 """
 
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from .job import Job
 from .learn import Learner, Row
@@ -21,12 +22,11 @@ WARM_KEPT_S: Final = 120.0
 """Beyond such a pause prefill's cache is no safe place: the lease is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a turn before it is planned."""
 
     reading: Reading | None = None
-    news: dict[str, int] = field(default_factory=dict)
+    news: dict[str, int] = {}
     prefilled_tokens: int = 0
     gap_s: float | None = None
     """The pause since the conversation's last turn."""

@@ -63,8 +63,7 @@ class _Answer(msgspec.Struct):
     usage: Usage | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefilled:
+class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     """Of a prefill engine's answer, what matters."""
 
     kv_transfer_params: dict[str, Any] | None = None

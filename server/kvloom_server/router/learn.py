@@ -7,9 +7,11 @@ it is fed, its numbers stay finite and its thresholds within bounds.
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from operator import mul
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from .estimate import (
     MAX_THRESHOLD,
@@ -59,8 +61,7 @@ _DEVIATION: Final = (0.3, 0.5, 0.1, 1.0, 0.05)
 """How far the start values may be off, in each coefficient's own unit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One prefill leg as it was: what it did, and how long it took."""
 
     num_pulled: int

@@ -1,6 +1,7 @@
 """Which conversation a turn belongs to, and what is known of it."""
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 from .bodies import history_of
 from .derive import Chains, Derived
@@ -10,8 +11,7 @@ from .plan import Conversation
 from .request import TurnRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class Named(msgspec.Struct, frozen=True, kw_only=True):
     """The conversation of one turn; ``tag`` is ``None`` where it has none."""
 
     tag: bytes | None = None

@@ -5,8 +5,11 @@ the least recently used are dropped beyond a bound.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from .story import Mark, Reading, Story, read
 
@@ -24,8 +27,7 @@ SMOOTHING: Final = 0.3
 MAX_GAP_S: Final = 86_400.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gaps:
+class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     """Pauses between turns, smoothed. Seconds."""
 
     mean_s: float
@@ -47,8 +49,7 @@ class Gaps:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """One conversation."""
 
     ended: float | None = None

@@ -6,8 +6,9 @@ engine only the conversations that it has too many of leave.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from .estimate import (
     UNKNOWN_NEW_TOKENS,
@@ -25,8 +26,7 @@ from .estimate import (
 _RANKS: Final = 2**64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """An engine that is up."""
 
     name: str
@@ -36,8 +36,7 @@ class Candidate:
     and which conversations leave a crowded engine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Who does a turn. Names of engines."""
 
     decode: str
@@ -45,16 +44,14 @@ class Place:
     """``None``: decode does it alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
+class Priced(msgspec.Struct, frozen=True, kw_only=True):
     """A place, and what the turn would cost there, in seconds."""
 
     place: Place
     cost_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """All that the choice depends on."""
 
     home: Place

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from kvloom.protocol import PlanKind, Reason, ReturnMode
 
 from .estimate import START_THRESHOLD, Load, Rates
@@ -43,8 +45,7 @@ class Lease:
     asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Warm:
+class Warm(msgspec.Struct, frozen=True, kw_only=True):
     """A turn whose history prefill has read while the tool ran."""
 
     lease_id: str
@@ -54,8 +55,7 @@ class Warm:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """What the router remembers of one conversation."""
 
     tag: bytes
@@ -71,8 +71,7 @@ class Conversation:
     """The last turn, if prefill is warm for what follows it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineView:
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """One engine at the moment of planning."""
 
     name: str
@@ -106,16 +105,14 @@ class EngineView:
         return self.is_member and not self.is_full
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """The engines that serve the turn's model."""
 
     prefill: Sequence[EngineView]
     decode: Sequence[EngineView]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What planning must know of a request."""
 
     tag: bytes | None
@@ -129,15 +126,14 @@ class Turn:
     """The lease in the client's handle, if nothing says that it is gone."""
     has_handle: bool = False
     """Whether the client sent a handle at all."""
-    news: Mapping[str, int] = field(default_factory=dict)
+    news: Mapping[str, int] = {}
     """Of leases whose history this turn certainly goes on from: about how many
     tokens are new."""
     prefilled_tokens: int = 0
     """Of the conversation's last prompt that prefill had."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
+class Prices(msgspec.Struct, frozen=True, kw_only=True):
     """What work costs, and how much of it decode may take on alone."""
 
     rates: Callable[[str, str], Rates] = lambda _prefill, _decode: Rates()
@@ -152,8 +148,7 @@ class Prices:
 DEFAULT_PRICES: Final = Prices()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Who does the turn, and why so. Names of engines."""
 
     kind: PlanKind

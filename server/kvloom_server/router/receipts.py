@@ -5,8 +5,9 @@ conversation ID, only the tag that stands for it.
 """
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from kvloom.protocol import PlanReport
 
@@ -18,8 +19,7 @@ MAX_TURNS: Final = 32
 """Of one conversation; its last ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """One finished turn. Times in seconds; ``None`` where it never came so far."""
 
     number: int

@@ -6,7 +6,6 @@ matter to the router are looked into.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -37,8 +36,7 @@ _FINAL_HEADERS: Final = (FINAL_TURN_HEADER.lower(), "x-dynamo-session-final")
 _NO: Final = frozenset({"", "0", "false", "no"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRequest:
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One turn as the client asks for it."""
 
     api: Api

@@ -11,10 +11,10 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -41,8 +41,7 @@ class HandleMiss(StrEnum):
     OTHER_TENANT = "other_tenant"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
+class Binding(msgspec.Struct, frozen=True, kw_only=True):
     """Whom a handle is for. One that is used for another is a miss."""
 
     conversation: bytes
@@ -51,8 +50,7 @@ class Binding:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
+class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     """What is inside a handle."""
 
     lease_id: str

@@ -30,16 +30,14 @@ _WHITE_SPACE: Final = b" \t\r\n"
 _NONE: Final = msgspec.Raw(b"")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """How far a story went at the end of one request."""
 
     num_bytes: int
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """What is remembered of a story that was read."""
 
     mark: Mark

@@ -8,10 +8,10 @@ client keys has none of its own.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from .api import Body
 from .errors import BadRequestError

@@ -16,13 +16,13 @@ holds them to:
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Protocol, Self
 
 import aiohttp
 import httpx
+import msgspec
 from yarl import URL
 
 
@@ -38,16 +38,19 @@ class BrokenError(UpstreamError):
     """The connection broke or fell silent: the engine may have seen it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpstreamRequest:
+class UpstreamRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request to one engine."""
 
     method: str
     url: str
     headers: tuple[tuple[str, str], ...] = ()
-    body: bytes | AsyncIterable[bytes] = field(default=b"", repr=False)
+    body: bytes | AsyncIterable[bytes] = b""
     """A body in parts is sent as they come: chunked, unless the headers say how
     long it is."""
+
+    def __repr__(self) -> str:
+        # Keys and prompts are not to be seen.
+        return f"UpstreamRequest({self.method} {self.url})"
 
 
 class UpstreamResponse(Protocol):
