@@ -164,7 +164,7 @@ class RouterApp:
             outcome = "cut_off"
             await _cut_off(client)
         finally:
-            self._metrics.requests.labels(route, outcome).inc()
+            self._metrics.requests(route, outcome).inc()
 
     def _label(self, path: str) -> str:
         """The path in the metrics, which are to stay few."""

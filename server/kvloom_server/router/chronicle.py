@@ -83,7 +83,7 @@ class Chronicle:
             model=job.request.model[:MAX_MODEL_CHARS],
             route=job.request.api,
             outcome=outcome,
-            report=job.report(),
+            report=job.told or job.report(),
             prefill_s=job.prefill_s,
             decode_s=job.decode_s,
             ttft_s=job.ttft_s,

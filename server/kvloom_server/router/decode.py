@@ -140,7 +140,7 @@ class DecodeLeg:
                     params, job.is_taken = None, True
             job.tried.append(name)
             job.num_retries += 1
-            self._metrics.retries.labels("decode").inc()
+            self._metrics.retries("decode").inc()
             job.rename()
             name = self._next(job)
         raise _last_word(refused)
@@ -235,7 +235,7 @@ class DecodeLeg:
         job.engines_s += now - began
         job.ttft_s, job.decode_s = now - job.arrived, now - began
         job.decode = engine.name
-        report = job.report()
+        report = job.told = job.report()
         self._metrics.answered(report, decode_s=now - began, ttft_s=job.ttft_s)
         self._metrics.overhead.observe(max(job.ttft_s - job.engines_s, 0.0))
         if job.turn.tag is not None:
@@ -262,7 +262,7 @@ class DecodeLeg:
             reason = "failed"
         else:
             reason = _why_left(self._engines.find(job.bound_to))
-        self._metrics.rebinds.labels(reason).inc()
+        self._metrics.rebinds(reason).inc()
 
     def _held(self, engine: Engine, job: Job) -> Lease | None:
         """The turn's lease, where it was announced before anybody waited for it: a

@@ -128,24 +128,29 @@ class Engine:
             self.standing.breaker.ended()
 
     @asynccontextmanager
-    async def leg(self, *, is_spare: bool = False) -> AsyncIterator[None]:
+    async def leg(
+        self, *, is_spare: bool = False, timeout_s: float | None = None
+    ) -> AsyncIterator[None]:
         """One request in flight, which ends when the engine is lost.
 
         Args:
             is_spare: it makes way for turns, and takes no turn's place.
+            timeout_s: that the block may take.
 
         Raises:
             EngineLostError: the engine was lost inside the block.
+            TimeoutError: the time was over.
         """
         self.num_in_flight += 1
         self._num_spare += is_spare
         self.idle.clear()
         try:
-            async with asyncio.timeout(None) as leg:
+            async with asyncio.timeout(timeout_s) as leg:
                 self._legs.add(leg)
                 yield
         except TimeoutError:
-            if not leg.expired():
+            # Who loses its legs has forgotten them.
+            if not leg.expired() or leg in self._legs:
                 raise
             raise EngineLostError("it went down or hung") from None
         finally:

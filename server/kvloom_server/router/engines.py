@@ -93,6 +93,7 @@ class Engines:
         self.on_room: list[Callable[[], None]] = []
         """Called when one may take a turn that could not before."""
         self._by_name: dict[str, Engine] = {}
+        self._by_role: dict[Role, tuple[Engine, ...]] = dict.fromkeys(Role, ())
         self._left: dict[str, Engine] = {}
         """Engines that are no longer members, while turns are at them."""
         self._num_named = {role: 0 for role in Role}
@@ -118,6 +119,7 @@ class Engines:
             clock=self._clock,
         )
         self._by_name[name] = engine
+        self._sort()
         self._look_again.set()
         return engine
 
@@ -128,6 +130,7 @@ class Engines:
             KeyError: there is none of that name.
         """
         engine = self._by_name.pop(name)
+        self._sort()
         self._left[name] = engine
         engine.pulse.forget()
         self._forget_idle()
@@ -135,11 +138,17 @@ class Engines:
 
     @property
     def prefill(self) -> tuple[Engine, ...]:
-        return tuple(e for e in self._by_name.values() if e.role is Role.PREFILL)
+        return self._by_role[Role.PREFILL]
 
     @property
     def decode(self) -> tuple[Engine, ...]:
-        return tuple(e for e in self._by_name.values() if e.role is Role.DECODE)
+        return self._by_role[Role.DECODE]
+
+    def _sort(self) -> None:
+        self._by_role = {
+            role: tuple(e for e in self._by_name.values() if e.role is role)
+            for role in Role
+        }
 
     def __iter__(self) -> Iterator[Engine]:
         return iter((*self.prefill, *self.decode))
@@ -213,6 +222,8 @@ class Engines:
             for engine, condition in conditions
             if condition is Condition.RESTING and not engine.standing.breaker.is_late
         }
+        if not resting:
+            return set()
         num_up = sum(condition is Condition.UP for _, condition in conditions)
         return kept_in(resting, num_up=num_up, min_share=self._min_share)
 

@@ -61,16 +61,21 @@ class ExactTurns:
         self._spoken: OrderedDict[bytes, Spoken] = OrderedDict()
         """By conversation, the one that was used last at the end."""
 
+    def wants(self, job: Job) -> bool:
+        """Whether there is anything to :meth:`prepare`."""
+        return self._is_on and job.turn.tag is not None and job.asks_lease
+
     async def prepare(self, job: Job) -> None:
         """Fill in ``job.exact``, if an engine renders the turn's prompt."""
-        if not self._is_on or job.turn.tag is None or not job.asks_lease:
+        tag = job.turn.tag
+        if tag is None or not self.wants(job):
             return
         outcome = ExactOutcome.UNFIT
         messages = fit_messages(job.request.api, job.request.body)
         if messages is not None:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    outcome = await self._prepare(job, messages, job.turn.tag)
+                    outcome = await self._prepare(job, messages, tag)
             except (NotRenderedError, UpstreamError, TimeoutError) as error:
                 log.info("event=not_rendered why=%s", type(error).__name__)
                 outcome = ExactOutcome.NO_RENDER

@@ -40,9 +40,10 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._gone: asyncio.Task[None] | None = None
-        """Ends when the work for the client is to end."""
-        self._why: type[Exception] = ClientGoneError
+        self._scope: asyncio.Timeout | None = None
+        """Of the work for the client."""
+        self._why: type[Exception] | None = None
+        """Why there is to be no more work for it."""
         self._idle: asyncio.TimerHandle | None = None
         self._is_read = asyncio.Event()
         """No more of the body comes, or nobody wants it."""
@@ -75,7 +76,8 @@ class Exchange:
                 was read.
             ClientGoneError: it never came to its end.
         """
-        return b"".join([part async for part in self.parts(limit_bytes, idle_s=idle_s)])
+        parts = [part async for part in self.parts(limit_bytes, idle_s=idle_s)]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def parts(
         self, limit_bytes: int, *, idle_s: float | None = None
@@ -125,7 +127,8 @@ class Exchange:
             idle_s: a client that takes nothing of its answer for so long counts
                 as gone (in between that and twice that long).
         """
-        self._gone = asyncio.create_task(self._until_gone())
+        watch = asyncio.create_task(self._until_gone())
+        watch.add_done_callback(self._has_watched)
         limit = None
         if limit_s is not None:
             loop = asyncio.get_running_loop()
@@ -135,7 +138,7 @@ class Exchange:
         try:
             yield
         finally:
-            self._gone.cancel()
+            watch.cancel()
             for timer in (limit, self._idle):
                 if timer is not None:
                     timer.cancel()
@@ -156,20 +159,33 @@ class Exchange:
             ClientGoneError: the client left first.
             OutOfTimeError: the time was over first.
         """
-        assert self._gone is not None, "used outside `watched`"
+        if self._why is not None:
+            work.close()
+            raise self._why
+        if adopt is None:
+            return await self._until(work)
         task = asyncio.create_task(work)
         try:
-            await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
+            return await self._until(asyncio.shield(task))
+        except (ClientGoneError, OutOfTimeError):
+            adopt(task)
+            raise
         except asyncio.CancelledError:
             await _cancelled(task)
             raise
-        if task.done():
-            return task.result()
-        if adopt is not None:
-            adopt(task)
-        else:
-            await _cancelled(task)
-        raise self._why
+
+    async def _until(self, work: Awaitable[T]) -> T:
+        """The result of ``work``, unless the work for the client ends first."""
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._scope = scope
+                return await work
+        except TimeoutError:
+            if self._why is None or not scope.expired():
+                raise
+            raise self._why from None
+        finally:
+            self._scope = None
 
     async def open_stream(
         self,
@@ -238,10 +254,16 @@ class Exchange:
         while not self._has_left:
             self._has_left = (await self._receive())["type"] == "http.disconnect"
 
+    def _has_watched(self, watch: asyncio.Task[None]) -> None:
+        # One that failed can't tell whether the client is there.
+        if not watch.cancelled():
+            watch.exception()
+            self._give_up(ClientGoneError)
+
     def _give_up(self, why: type[Exception]) -> None:
-        if self._gone is not None:
-            self._why = why
-            self._gone.cancel()
+        self._why = self._why or why
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
 
     def _look_idle(self, idle_s: float, num_sent: int) -> None:
         """Whether the client took anything since it had taken so much."""

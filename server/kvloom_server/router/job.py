@@ -119,6 +119,8 @@ class Job:
     is_decoding: bool = False
     """Whether the prefill leg is over."""
     num_retries: int = 0
+    told: PlanReport | None = None
+    """What the client was told of the turn, once it is answered."""
     trace: TurnTrace = UNTRACED
 
     @property

@@ -5,8 +5,9 @@ asks is in ``census.py``. ``docs/operating.md`` lists all of them, and a test
 holds the list to this.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -27,47 +28,68 @@ Thresholds = Callable[[], Mapping[tuple[str, str], int]]
 """Tokens by prefill and decode engine."""
 
 
+M = TypeVar("M", Counter, Histogram)
+
+
+def _by_label(metric: M) -> Callable[..., M]:
+    """A metric's part for these labels, which is looked up once: every turn counts
+    some ten times, and labels are few."""
+    return functools.cache(metric.labels)
+
+
 class Metrics:
     """One router's counters. Labels are names and reasons, never contents."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self.requests = Counter(
-            "kvloom_requests",
-            "Requests by route and how they ended.",
-            ("route", "outcome"),
-            registry=registry,
+        self.requests = _by_label(
+            Counter(
+                "kvloom_requests",
+                "Requests by route and how they ended.",
+                ("route", "outcome"),
+                registry=registry,
+            )
         )
-        self.decisions = Counter(
-            "kvloom_decision",
-            "Turns by what was planned, and why it was or was not carried out.",
-            ("kind", "reason"),
-            registry=registry,
+        self.decisions = _by_label(
+            Counter(
+                "kvloom_decision",
+                "Turns by what was planned, and why it was or was not carried out.",
+                ("kind", "reason"),
+                registry=registry,
+            )
         )
-        self.handles = Counter(
-            "kvloom_handle",
-            "What happened to handles and to the leases behind them.",
-            ("event",),
-            registry=registry,
+        self.handles = _by_label(
+            Counter(
+                "kvloom_handle",
+                "What happened to handles and to the leases behind them.",
+                ("event",),
+                registry=registry,
+            )
         )
-        self._strays = Counter(
-            "kvloom_stray",
-            "Hand-overs that no decode engine read, by what became of them.",
-            ("outcome",),
-            registry=registry,
+        self._strays = _by_label(
+            Counter(
+                "kvloom_stray",
+                "Hand-overs that no decode engine read, by what became of them.",
+                ("outcome",),
+                registry=registry,
+            )
         )
-        self.tokens = Counter(
-            "kvloom_tokens",
-            "Prompt tokens by where their KV came from.",
-            ("source",),
-            registry=registry,
+        self.tokens = _by_label(
+            Counter(
+                "kvloom_tokens",
+                "Prompt tokens by where their KV came from.",
+                ("source",),
+                registry=registry,
+            )
         )
-        self.legs = Histogram(
-            "kvloom_leg_seconds",
-            "Time to an engine's answer: prefill whole, decode to its first byte.",
-            ("leg",),
-            buckets=_LEG_S,
-            registry=registry,
+        self.legs = _by_label(
+            Histogram(
+                "kvloom_leg_seconds",
+                "Time to an engine's answer: prefill whole, decode to its first byte.",
+                ("leg",),
+                buckets=_LEG_S,
+                registry=registry,
+            )
         )
         self.ttft = Histogram(
             "kvloom_ttft_seconds",
@@ -81,32 +103,40 @@ class Metrics:
             buckets=_OVERHEAD_S,
             registry=registry,
         )
-        self._warm_ups = Counter(
-            "kvloom_warm_up",
-            "Turns that ended in a tool call in mode eager or auto, by what became "
-            "of prefill's warm-up.",
-            ("outcome",),
-            registry=registry,
+        self._warm_ups = _by_label(
+            Counter(
+                "kvloom_warm_up",
+                "Turns that ended in a tool call in mode eager or auto, by what became "
+                "of prefill's warm-up.",
+                ("outcome",),
+                registry=registry,
+            )
         )
-        self._warm_tokens = Counter(
-            "kvloom_warm_up_tokens",
-            "Prompt tokens of warm-ups by where their KV came from.",
-            ("source",),
-            registry=registry,
+        self._warm_tokens = _by_label(
+            Counter(
+                "kvloom_warm_up_tokens",
+                "Prompt tokens of warm-ups by where their KV came from.",
+                ("source",),
+                registry=registry,
+            )
         )
-        self._exact = Counter(
-            "kvloom_exact_turn",
-            "Turns whose prompt was rendered ahead (token_exact), by what became of "
-            "the generated answer in it.",
-            ("outcome",),
-            registry=registry,
+        self._exact = _by_label(
+            Counter(
+                "kvloom_exact_turn",
+                "Turns whose prompt was rendered ahead (token_exact), by what became "
+                "of the generated answer in it.",
+                ("outcome",),
+                registry=registry,
+            )
         )
-        self.estimates = Histogram(
-            "kvloom_estimate_seconds",
-            "What a planned turn was thought to cost to its first token.",
-            ("kind",),
-            buckets=_LEG_S,
-            registry=registry,
+        self.estimates = _by_label(
+            Histogram(
+                "kvloom_estimate_seconds",
+                "What a planned turn was thought to cost to its first token.",
+                ("kind",),
+                buckets=_LEG_S,
+                registry=registry,
+            )
         )
         self.estimate_errors = Histogram(
             "kvloom_estimate_error_seconds",
@@ -131,23 +161,29 @@ class Metrics:
             buckets=_LEG_S,
             registry=registry,
         )
-        self.retries = Counter(
-            "kvloom_retry",
-            "Engines that did not answer a leg, so that another was tried.",
-            ("leg",),
-            registry=registry,
+        self.retries = _by_label(
+            Counter(
+                "kvloom_retry",
+                "Engines that did not answer a leg, so that another was tried.",
+                ("leg",),
+                registry=registry,
+            )
         )
-        self.aborts = Counter(
-            "kvloom_abort",
-            "Turns whose client left, by the leg that was under way.",
-            ("leg",),
-            registry=registry,
+        self.aborts = _by_label(
+            Counter(
+                "kvloom_abort",
+                "Turns whose client left, by the leg that was under way.",
+                ("leg",),
+                registry=registry,
+            )
         )
-        self.rebinds = Counter(
-            "kvloom_rebind",
-            "Conversations that another decode engine answers than before.",
-            ("reason",),
-            registry=registry,
+        self.rebinds = _by_label(
+            Counter(
+                "kvloom_rebind",
+                "Conversations that another decode engine answers than before.",
+                ("reason",),
+                registry=registry,
+            )
         )
 
     def watch_queue(self, count: Callable[[], int]) -> None:
@@ -156,9 +192,9 @@ class Metrics:
 
     def answered(self, report: PlanReport, *, decode_s: float, ttft_s: float) -> None:
         """Count one turn, as it was carried out, at its first byte."""
-        self.legs.labels("decode").observe(decode_s)
+        self.legs("decode").observe(decode_s)
         self.ttft.observe(ttft_s)
-        self.decisions.labels(report.plan, report.reason).inc()
+        self.decisions(report.plan, report.reason).inc()
         counts = (
             ("local", report.local_tokens),
             ("returned", report.returned_tokens),
@@ -166,11 +202,11 @@ class Metrics:
         )
         for source, count in counts:
             if count:
-                self.tokens.labels(source).inc(count)
+                self.tokens(source).inc(count)
 
     def handle(self, event: str) -> None:
         """Count one event of a handle or its lease."""
-        self.handles.labels(event).inc()
+        self.handles(event).inc()
 
     def watch(self, collector: Collector) -> None:
         """Also show what ``collector`` says when asked."""
@@ -178,15 +214,15 @@ class Metrics:
 
     def stray(self, outcome: str) -> None:
         """Count one hand-over that was not read."""
-        self._strays.labels(outcome).inc()
+        self._strays(outcome).inc()
 
     def warm_up(self, outcome: str) -> None:
         """Count what became of one warm-up."""
-        self._warm_ups.labels(outcome).inc()
+        self._warm_ups(outcome).inc()
 
     def exact(self, outcome: str) -> None:
         """Count one turn whose prompt was, or was to be, rendered ahead."""
-        self._exact.labels(outcome).inc()
+        self._exact(outcome).inc()
 
     def warmed(self, outcome: PrefillOutcome, *, num_computed: int) -> None:
         """Count the tokens of one warm-up."""
@@ -195,7 +231,7 @@ class Metrics:
             ("returned", outcome.returned_tokens),
             ("computed", num_computed),
         ):
-            self._warm_tokens.labels(source).inc(max(count, 0))
+            self._warm_tokens(source).inc(max(count, 0))
 
     def watch_thresholds(self, learned: Thresholds) -> None:
         """Show the learned pull thresholds, read from ``learned`` when asked."""

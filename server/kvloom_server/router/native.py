@@ -8,12 +8,12 @@ again; engines close idle ones after 5 s (uvicorn), so ours go before that.
 import asyncio
 import ssl
 from collections.abc import AsyncIterable
-from functools import partial
+from functools import lru_cache, partial
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, cast
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import httptools
 
@@ -68,9 +68,8 @@ class NativeUpstream:
 
     async def send(self, request: UpstreamRequest) -> UpstreamResponse:
         try:
-            parts = urlsplit(request.url)
-            key = _key(parts)
-            head = _head(request, parts)
+            key, target, host = _parts(request.url)
+            head = _head(request, target, host)
         except ValueError as error:  # a text that is no UTF-8 is one
             raise UnreachableError(f"it can't be asked: {error}") from error
         connection = await self._connection(key)
@@ -126,20 +125,23 @@ class NativeUpstream:
         self._idle.setdefault(key, {})[connection] = None
 
 
-def _key(parts: SplitResult) -> _Key:
-    """
+@lru_cache(maxsize=256)  # engines times endpoints, which are few
+def _parts(url: str) -> tuple[_Key, str, str]:
+    """Where to connect to, what to ask for there, and the ``host`` header.
+
     Raises:
         ValueError: the port is none.
     """
+    parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    return parts.scheme, parts.hostname or "", port
-
-
-def _head(request: UpstreamRequest, parts: SplitResult) -> bytes:
     target = parts.path or "/"
     if parts.query:
         target += f"?{parts.query}"
-    lines = [f"{request.method} {target} HTTP/1.1", f"host: {parts.netloc}"]
+    return (parts.scheme, parts.hostname or "", port), target, parts.netloc
+
+
+def _head(request: UpstreamRequest, target: str, host: str) -> bytes:
+    lines = [f"{request.method} {target} HTTP/1.1", f"host: {host}"]
     names = set()
     for name, value in request.headers:
         lines.append(f"{name}: {value}")

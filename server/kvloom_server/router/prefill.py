@@ -89,7 +89,7 @@ class PrefillLeg:
             await job.drop_ahead()
             tried.append(name)
             job.num_retries += 1
-            self._metrics.retries.labels("prefill").inc()
+            self._metrics.retries("prefill").inc()
             # As the engines are now, not as they were when this leg began.
             fleet = self._engines.fleet(job.request.model)
             name = next_prefill(job.turn, fleet, tried=tried)
@@ -116,7 +116,7 @@ class PrefillLeg:
         try:
             with job.trace.leg("prefill", engine) as trace:
                 request = job.leg(engine, body, api_key=self._api_key, trace=trace)
-                async with engine.leg(), asyncio.timeout(self._timeout_s):
+                async with engine.leg(timeout_s=self._timeout_s):
                     response = await self._upstream.send(request)
                     answer = await read_all(response)
         except UpstreamError as error:
@@ -132,7 +132,7 @@ class PrefillLeg:
             seconds = self._clock() - began
             job.engines_s += seconds
             job.prefill_s = (job.prefill_s or 0.0) + seconds
-            self._metrics.legs.labels("prefill").observe(seconds)
+            self._metrics.legs("prefill").observe(seconds)
         engine.answered(response.status)
         if is_engines_fault(response.status):
             log.warning("engine=%s event=prefill_%d", engine.name, response.status)

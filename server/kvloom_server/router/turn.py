@@ -147,7 +147,8 @@ class Conductor:
         outcome = "failed"
         self._chronicle.began(job)
         try:
-            await client.unless_gone(self._exact.prepare(job))
+            if self._exact.wants(job):
+                await client.unless_gone(self._exact.prepare(job))
             self._decode.go_ahead(job)
             await client.unless_gone(
                 self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)
@@ -157,7 +158,7 @@ class Conductor:
         except ClientGoneError:
             outcome = "client_gone"
             leg = "decode" if job.is_decoding else "prefill"
-            self._metrics.aborts.labels(leg).inc()
+            self._metrics.aborts(leg).inc()
             raise
         except EngineAnswerError:
             outcome = "engine_refused"
@@ -198,7 +199,7 @@ class Conductor:
         except NoEngineError:
             raise no_engine() from None
         if decided.estimate_s is not None:
-            self._metrics.estimates.labels(decided.kind).observe(decided.estimate_s)
+            self._metrics.estimates(decided.kind).observe(decided.estimate_s)
         is_returning = turn.mode is not ReturnMode.OFF and turn.tag is not None
         return Job(
             request=request,

@@ -284,7 +284,7 @@ class Warmer:
         began = self._clock()
         way = asyncio.timeout(None)
         try:
-            async with way, engine.leg(is_spare=True), asyncio.timeout(TIMEOUT_S):
+            async with way, engine.leg(is_spare=True, timeout_s=TIMEOUT_S):
                 self._running[engine.name] = way
                 response = await self._upstream.send(request)
                 answer = await read_all(response)
