@@ -1,6 +1,7 @@
 """The command line: parse, compose, report. One function a command."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from .loops import run
 from .router import EnginesFileError
 from .router import serve as serve_router
 from .router.tracing import TracingUnavailableError
+from .said import settings_errors
 from .settings import Returns, RouterSettings, Transfer
 
 app = typer.Typer(
@@ -198,7 +200,7 @@ def serve(
     ] = None,
     traces: Annotated[
         bool | None,
-        typer.Option(help="OpenTelemetry spans; needs kvloom[otel]."),
+        typer.Option(help="OpenTelemetry spans; needs kvloom\\[otel]."),
     ] = None,
 ) -> None:
     """Run the router alone, over engines that run elsewhere.
@@ -268,7 +270,8 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        _fail("; ".join(_said(each["loc"], each["msg"]) for each in error.errors()))
+        prefix = RouterSettings.model_config["env_prefix"]
+        _fail(settings_errors(error.errors(), os.environ, prefix))
     except (
         ClusterKeyError,
         KeyFileError,
@@ -277,12 +280,6 @@ def _plain_errors() -> Iterator[None]:
         OSError,
     ) as error:
         _fail(str(error))
-
-
-def _said(where: tuple[int | str, ...], message: str) -> str:
-    """One thing that is wrong; what concerns several settings names them itself."""
-    name = ".".join(map(str, where))
-    return f"{name}: {message}" if name else message.removeprefix("Value error, ")
 
 
 def _fail(text: str) -> None:

@@ -61,7 +61,7 @@ def router(
     """The router beside a direct call, vllm-router, and a FastAPI proxy.
 
     Canned engines, one process and one core a proxy, all in turn in one run.
-    Needs the extra: pip install 'kvloom[bench]'.
+    Needs the extra: pip install 'kvloom\\[bench]'.
     """
     effort = proxies.effort(is_quick=quick, repeats=repeats)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .router.diagnosis import Verdict
+from .said import plainly
 
 TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0)
 WATCH_S: Final = 1.0
@@ -68,8 +69,8 @@ async def _scene(session: aiohttp.ClientSession, url: str) -> Json:
         raise StatusError(f"{url} does not answer in time") from None
     except (aiohttp.ClientError, ValueError) as error:
         raise StatusError(
-            f"no router answers at {url} ({error}): start one with `kvloom up` or "
-            "`kvloom serve`, or name another with --url"
+            f"no router answers at {url} ({plainly(error)}): start one with "
+            "`kvloom up` or `kvloom serve`, or name another with --url"
         ) from None
 
 

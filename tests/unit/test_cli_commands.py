@@ -1,6 +1,7 @@
 """What the command line says before anything starts: one sentence, at once."""
 
 import asyncio
+import re
 import threading
 from contextlib import contextmanager
 
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 
 from kvloom.testing import FakeCluster
 from kvloom_server.cli import app
+from kvloom_server.cluster.ports import free_ports
+from kvloom_server.said import settings_errors
 
 ENV = {"COLUMNS": "1000", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -61,7 +64,7 @@ def test_a_variable_that_can_be_none_is_one_sentence():
     """The setting's name, and what is wrong with it."""
     done = run("serve", KVLOOM_PORT="many")
     assert done.exit_code == 1
-    assert done.output.startswith("error: port: ")
+    assert done.output.startswith("error: KVLOOM_PORT=many: ")
 
 
 @contextmanager
@@ -159,3 +162,47 @@ def test_help_names_what_an_operator_sets():
     done = run("serve", "--help")
     for option in ("engines-file", "client-keys-file", "admin-keys-file", "tls-cert"):
         assert f"--{option}" in done.output
+
+
+def test_a_setting_of_no_use_is_shown_as_it_was_given():
+    """The variable and its value, where that is no secret."""
+    done = run("serve", "--decode=http://d:1", KVLOOM_RETURNS="maybe")
+    assert done.exit_code == 1
+    assert "KVLOOM_RETURNS=maybe" in done.output
+    done = run("serve", "--decode=http://d:1", KVLOOM_MAX_WAIT_S="soon")
+    assert "KVLOOM_MAX_WAIT_S=soon" in done.output
+
+
+def test_what_is_wrong_with_a_key_does_not_show_it():
+    """Errors end up in logs."""
+    said = settings_errors(
+        [{"loc": ("handle_key",), "msg": "too short"}],
+        {"KVLOOM_HANDLE_KEY": "hush"},
+        "KVLOOM_",
+    )
+    assert said == "KVLOOM_HANDLE_KEY: too short"
+
+
+def test_nobody_there_is_said_in_plain_words():
+    """Without the terms of the library that tried."""
+    [port] = free_ports(1)
+    done = run("status", f"--url=http://127.0.0.1:{port}")
+    assert done.exit_code == 1
+    assert f"127.0.0.1:{port}: Connection refused" in done.output
+    assert "ssl:" not in done.output
+
+
+def _commands(app, name=()):
+    for command in app.registered_commands:
+        yield (*name, command.name or command.callback.__name__.strip("_"))
+    for group in app.registered_groups:
+        yield from _commands(group.typer_instance, (*name, group.name))
+
+
+@pytest.mark.parametrize("command", list(_commands(app)), ids=" ".join)
+def test_help_shows_brackets_that_are_meant(command):
+    """Rich would take ``kvloom[bench]`` for a style, and leave it out."""
+    done = run(*command, "--help")
+    assert done.exit_code == 0
+    for line in done.output.splitlines():
+        assert not re.search(r"needs kvloom\b(?!\[)|install 'kvloom'", line), line

@@ -22,6 +22,11 @@ def check_model(model: str | None) -> None:
     )
 
 
+def is_from_hub(model: str | None) -> bool:
+    """Whether vLLM will look for the model on a hub."""
+    return model is not None and not Path(model).exists()
+
+
 def read_cluster_key(path: Path | None) -> bytes | None:
     """The key in ``path``; ``None`` where no file is named.
 

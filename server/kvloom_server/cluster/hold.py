@@ -11,6 +11,7 @@ from rich.markup import escape
 from kvloom.protocol import ClusterKeyError
 from kvloom_server.router.server import RouterStartError
 from kvloom_server.router.tracing import TracingUnavailableError
+from kvloom_server.said import plainly
 
 from .console import say_error
 from .engine_args import Role
@@ -45,13 +46,15 @@ async def hold(settings: UpSettings, *, ready: Path | None, console: Console) ->
             aiohttp.ClientError,
             OSError,
         ) as error:
-            say_error(console, str(error))
+            say_error(console, plainly(error))
     return 1
 
 
 async def _serve(settings: UpSettings, ready: ReadyFile, watch: "Watch") -> None:
     ready.clear()
     async with local_cluster(settings, console=watch.console) as running:
+        if settings.log_dir is None:
+            watch.kept = running.log_dir
         with ready.written(running.as_json()):
             _announce(running, watch.console)
             await watch.until_none_decodes(running.engines)
@@ -75,6 +78,8 @@ class Watch:
         self.console = console
         self.lost: list[str] = []
         """Names of the engines that ended, in order."""
+        self.kept: Path | None = None
+        """A folder of logs that stays, though nobody named it."""
 
     async def until_none_decodes(self, engines: Cluster) -> None:
         """Until the last decode engine has ended."""
@@ -90,9 +95,8 @@ class Watch:
 
     def epitaph(self) -> str:
         """What to add to the word of the cluster's end."""
-        if not self.lost:
-            return ""
-        return f"; {', '.join(self.lost)} had ended before"
+        lost = f"; {', '.join(self.lost)} had ended before" if self.lost else ""
+        return f"{lost}; the logs stay in {self.kept}" if self.kept else lost
 
 
 def _what_is_left(engines: Cluster) -> str:

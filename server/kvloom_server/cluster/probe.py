@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from kvloom.protocol import MESSAGES, OPS, Hello, Refused, Welcome
 from kvloom_server.curve import secure_peer
+from kvloom_server.said import plainly
 from kvloom_server.settings import EngineSpec
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> bytes | Trouble:
         return Trouble(reason="no answer in time")
     except (aiohttp.ClientError, ValueError) as error:
         # A ValueError is a host name or port that can be none.
-        return Trouble(reason=str(error) or type(error).__name__)
+        return Trouble(reason=plainly(error))
     if response.status != 200:
         return Trouble(reason=f"HTTP {response.status}", status=response.status)
     return body

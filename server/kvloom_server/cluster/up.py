@@ -14,10 +14,11 @@ from rich.markup import escape
 
 from kvloom_server.logs import start_logging, stop_logging
 from kvloom_server.router import RouterServer
+from kvloom_server.said import plainly
 from kvloom_server.settings import EngineSpec, Returns, RouterSettings, Transfer
 
 from . import model as bundled
-from .checks import check_model, read_cluster_key
+from .checks import check_model, is_from_hub, read_cluster_key
 from .console import StartDisplay, still
 from .engine_args import (
     Connector,
@@ -135,6 +136,13 @@ async def local_cluster(
         device=device,
         gpus_each=gpus_each(settings.engine_args),
     )
+    if is_from_hub(settings.model):
+        console.print(
+            f"[yellow]note:[/] no folder is called {escape(str(settings.model))}, so "
+            "vLLM asks the model hub for it; where that can't be reached it tries "
+            "again for minutes (see the logs)",
+            highlight=False,
+        )
     with display.engines(len(slots)) as bar:
         cluster = Cluster(
             slots,
@@ -186,7 +194,7 @@ async def _introduce(
             cluster_key=cluster_key,
         )
     except (IntroductionError, aiohttp.ClientError, TimeoutError) as error:
-        note = f"no first exchange: {error}"
+        note = f"no first exchange: {plainly(error)}"
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
         if isinstance(error, aiohttp.ClientError):
             # An engine that hangs up is about to end, and that fails the start.
