@@ -39,6 +39,7 @@ from .router import serve as serve_router
 from .router.tracing import TracingUnavailableError
 from .said import settings_errors
 from .settings import Returns, RouterSettings, Transfer
+from .settings_file import SettingsFileError, settings_with
 
 app = typer.Typer(
     add_completion=False,
@@ -145,6 +146,13 @@ def serve(
     decode: Annotated[
         list[str] | None, typer.Option(help="A decode engine, likewise.")
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML, port = 8000 and so on: any setting, below the variables.",
+            envvar="KVLOOM_CONFIG",
+        ),
+    ] = None,
     engines_file: Annotated[
         Path | None,
         typer.Option(
@@ -205,10 +213,12 @@ def serve(
 ) -> None:
     """Run the router alone, over engines that run elsewhere.
 
-    Every setting is also a KVLOOM_… variable; what stands here wins.
+    Every setting is also a KVLOOM_… variable, and may stand in the file of
+    --config; what stands here wins, then the variable.
     """
     with _plain_errors():
         settings = _settings(
+            config,
             prefill=_members("--prefill", prefill),
             decode=_members("--decode", decode),
             engines_file=engines_file,
@@ -238,11 +248,10 @@ def serve(
             stop_logging(lines)
 
 
-def _settings(**given: object) -> RouterSettings:
-    """The router's settings: what is given, and the environment for the rest."""
-    return RouterSettings(
-        **{name: value for name, value in given.items() if value is not None}  # type: ignore[arg-type]  # pydantic checks
-    )
+def _settings(file: Path | None = None, **given: object) -> RouterSettings:
+    """The router's settings: what is given; the environment, then the file, for
+    the rest."""
+    return settings_with(given, file, os.environ)
 
 
 def _engines(option: str, texts: list[str] | None) -> tuple[EngineSpec, ...] | None:
@@ -276,6 +285,7 @@ def _plain_errors() -> Iterator[None]:
         ClusterKeyError,
         KeyFileError,
         EnginesFileError,
+        SettingsFileError,
         TracingUnavailableError,
         OSError,
     ) as error:

@@ -1,6 +1,5 @@
-"""The router's settings, read once: arguments first, then ``KVLOOM_…`` variables.
-
-Nothing else of the server reads the environment.
+"""The router's settings, read once: arguments first, then ``KVLOOM_…`` variables,
+then a file (``settings_file.py``).
 """
 
 from pathlib import Path
