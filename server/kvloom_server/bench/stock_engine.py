@@ -2,12 +2,15 @@
 
 Loaded by the engines of *stock* and *rival*, never by kvloom. Their connector, its
 handles and its reads stay vLLM's own; three things are given to them that have
-nothing to do with reuse or without which there would be none:
+nothing to do with reuse, or without which there would be none. On CPU:
 
 - NIXL's progress thread pauses between polls, as in kvloom's engines. As it comes it
   takes a whole core for itself: on a host with few, the one that the model computes on.
 - the model keeps the core that it was given, where vLLM's worker moves it to the
   machine's last one, which all engines would share.
+
+And everywhere:
+
 - a streamed answer carries the turn's handle. vLLM 0.32 puts it into plain answers
   only (vllm#36308; vllm#40186 is open), so that no streamed turn would return anything.
 """
@@ -15,23 +18,27 @@ nothing to do with reuse or without which there would be none:
 import importlib
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     NixlPullConnector,
 )
+from vllm.platforms import current_platform
 
 PROGRESS_DELAY_US: Final = 1000
 _DONE: Final = "data: [DONE]\n\n"
 
 
 class NixlConnector(NixlPullConnector):
-    """vLLM's own, on the core that its engine was given."""
+    """vLLM's own; on CPU, on the core that its engine was given."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        with _patient_agents(), _own_cores():
+        with ExitStack() as stack:
+            if str(current_platform.device_type) == "cpu":
+                stack.enter_context(_patient_agents())
+                stack.enter_context(_own_cores())
             super().__init__(vllm_config, role, kv_cache_config)
 
 
