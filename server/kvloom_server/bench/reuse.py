@@ -133,16 +133,18 @@ async def measure(
         # Only the routers below are asked.
         ours = UpSettings(port=0, has_dev_endpoints=True)
         cluster = local_cluster(ours, console=console)
-        pair = _pair(await stack.enter_async_context(cluster))
+        pair = pair_of(await stack.enter_async_context(cluster))
         stock = None
         if effort.needs_stock:
             step("stock engines start")
             theirs = local_cluster(stock_settings(detect_device()), console=console)
-            stock = _pair(await stack.enter_async_context(theirs))
+            stock = pair_of(await stack.enter_async_context(theirs))
         await measure_on(pair, results, effort, stock=stock, seed=seed, step=step)
 
 
-def _pair(running: RunningCluster) -> EnginePair:
+def pair_of(running: RunningCluster) -> EnginePair:
+    """The first of a cluster's engines."""
+
     def spec(role: Role) -> EngineSpec:
         addresses = running.lease_addresses(role)
         return EngineSpec(
@@ -169,6 +171,7 @@ async def measure_on(
         pair: with kvloom's connector.
         stock: with vLLM's own, where a variant needs it.
     """
+    results.add({"row": "reuse_effort", "tool_s": effort.tool_s})
     async with AsyncExitStack() as stack:
         stack.enter_context(without_settings())
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=TIMEOUT))

@@ -146,8 +146,9 @@ class Cell:
     local: int
     returned: int
     computed: int
-    moved_kb: int
-    """KV that went from engine to engine, both ways."""
+    moved_kb: int | None
+    """KV that went from engine to engine, both ways; files from before that was
+    counted do not tell."""
     reuse: float
     """Tokens that were not computed, of those that need not have been: the common
     prefix, but for the last token of a prompt, which is always computed."""
@@ -184,7 +185,7 @@ def _cell(key: tuple[str, str, int], group: Sequence[Row]) -> Cell:
         local=_mean(later, "local_tokens"),
         returned=_mean(later, "returned_tokens"),
         computed=_mean(later, "computed_tokens"),
-        moved_kb=round(_mean(later, "moved_bytes") / 1e3),
+        moved_kb=_moved_kb(later),
         reuse=reused / max(reusable, 1),
         wrong=sum(row["wrong"] for row in answered),
         errors=len(group) - len(answered),
@@ -192,8 +193,13 @@ def _cell(key: tuple[str, str, int], group: Sequence[Row]) -> Cell:
 
 
 def _mean(rows: Sequence[Row], name: str) -> int:
-    # Files from before KV was counted have no such field.
-    return round(statistics.fmean(row.get(name, 0) for row in rows)) if rows else 0
+    return round(statistics.fmean(row[name] for row in rows)) if rows else 0
+
+
+def _moved_kb(rows: Sequence[Row]) -> int | None:
+    if not all("moved_bytes" in row for row in rows):
+        return None
+    return round(_mean(rows, "moved_bytes") / 1e3)
 
 
 def floor(found: Sequence[Cell], cell: Cell) -> Cell | None:
