@@ -159,3 +159,11 @@ async def test_settings_of_the_user_change_nothing(
         row["reason"] for row in rows if row["row"] == "reuse" and row["turn"] > 1
     }
     assert reasons == {None, "short"}  # None: one vLLM
+
+
+@pytest.mark.anyio
+async def test_one_vllm_can_be_measured_alone() -> None:
+    """Then there is nobody to take turns with."""
+    rows, _ = await played(replace(EFFORT, variants=()))
+    turns = [row for row in rows if row["row"] == "reuse"]
+    assert [row["variant"] for row in turns] == [Variant.SINGLE] * EFFORT.num_turns

@@ -252,6 +252,9 @@ def test_what_is_asked_for_is_measured(is_quick: bool) -> None:
     played = 2 * len(some.lengths) * (1 + 2 * len(CACHES))
     assert some.num_steps == 1 + 3 + played
     assert not some.needs_stock
+    alone = effort(is_quick=is_quick, repeats=1, variants=[Variant.SINGLE])
+    assert alone.variants == ()
+    assert alone.num_steps == 1 + 1 + len(alone.lengths)
     other = effort(is_quick=is_quick, repeats=1, variants=[Variant.RIVAL])
     assert other.needs_stock
     assert other.num_steps == 2 + 2 + len(other.lengths) * (1 + len(CACHES))

@@ -257,7 +257,7 @@ async def _play_all(
 
 def _turned(variants: Sequence[Variant], by: int) -> list[Variant]:
     """Another one begins each time, so that no place in the order is anybody's."""
-    first = by % len(variants)
+    first = by % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
 
 
