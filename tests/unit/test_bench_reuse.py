@@ -155,7 +155,7 @@ def test_tokens_are_counted_where_the_prompt_was_computed() -> None:
 def test_tokens_of_others_routers_are_counted_at_prefill(variant: Variant) -> None:
     """They name no plan; decode's usage says what it read from prefill."""
     heard = answer(1.0, [1] * 10, [2], 9)
-    prefill = Counters(prompt_tokens=10.0, local_tokens=4.0, returned_tokens=3.0)
+    prefill = Counters(local_tokens=4.0, returned_tokens=3.0)
     found = sources(Asked(heard=heard, prefill=prefill), variant)
     assert (found.local, found.returned, found.computed) == (4, 3, 3)
 
@@ -175,15 +175,14 @@ def test_an_engine_tells_what_it_did_for_a_turn() -> None:
     """All ranks together; what was there before is not the turn's."""
     found = counters_of(METRICS)
     assert found == Counters(
-        prompt_tokens=1000.0,
         local_tokens=96.0,
         returned_tokens=16.0,
         moved_bytes=2.5e6,
         moved_s=0.25,
     )
-    before = Counters(prompt_tokens=900.0, local_tokens=96.0)
-    assert found.since(before).prompt_tokens == 100.0
+    before = Counters(local_tokens=96.0, returned_tokens=6.0)
     assert found.since(before).local_tokens == 0.0
+    assert found.since(before).returned_tokens == 10.0
     assert counters_of("") == Counters()
 
 

@@ -1,4 +1,4 @@
-"""What an engine has done so far, by its own metrics: prompts' tokens, KV moved.
+"""What an engine has done so far, by its own metrics: tokens reused, KV moved.
 
 Turns are asked one at a time, so that what was added during one is that turn's.
 """
@@ -11,7 +11,6 @@ import aiohttp
 
 _LOCAL: Final = "vllm:prefix_cache_hits_total"
 _RETURNED: Final = "vllm:external_prefix_cache_hits_total"
-_PROMPT: Final = "vllm:prompt_tokens_total"
 _BYTES: Final = "vllm:nixl_bytes_transferred_sum"
 _SECONDS: Final = "vllm:nixl_xfer_time_seconds_sum"
 
@@ -20,7 +19,6 @@ _SECONDS: Final = "vllm:nixl_xfer_time_seconds_sum"
 class Counters:
     """Of one engine, since it started or since others were read."""
 
-    prompt_tokens: float = 0.0
     local_tokens: float = 0.0
     """Found in its own prefix cache."""
     returned_tokens: float = 0.0
@@ -45,7 +43,6 @@ def counters_of(metrics: str) -> Counters:
     for name, value in _series(metrics):
         found[name] = found.get(name, 0.0) + value
     return Counters(
-        prompt_tokens=found.get(_PROMPT, 0.0),
         local_tokens=found.get(_LOCAL, 0.0),
         returned_tokens=found.get(_RETURNED, 0.0),
         moved_bytes=found.get(_BYTES, 0.0),
