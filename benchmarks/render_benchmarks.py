@@ -38,8 +38,7 @@ Each table is one run of the command above it, which anybody can repeat.
 
 - **No GPU and no network.** Everything ran on one small machine without an accelerator;
   what is said of GPU clusters is arithmetic on figures that others published.
-- **No rival's reuse.** vLLM's own bidirectional transfer and `vllm-router`'s program
-  scheduling, which also return KV, have not been played beside ours yet.
+{rivals}
 - **Engines in the first section only.** Router and client stand before *canned* engines,
   which answer at once with the same bytes. Those tables show what the software in front
   of the engines costs, and nothing of what reuse gains.
@@ -48,6 +47,15 @@ Each table is one run of the command above it, which anybody can repeat.
   process by itself; it still grows when caches and cores are shared. Read ratios.
 - **Not what was changed since.** A table is of the day and the commit that it names.
 """
+
+
+NO_RIVALS: Final = """\
+- **No rival's reuse.** vLLM's own bidirectional transfer and `vllm-router`'s program
+  scheduling, which also return KV, have not been played beside ours yet."""
+NO_WARM_RIVAL: Final = """\
+- **No warm remote reads of `vllm-router`.** 0.1.17 has them, and they are switched on; but
+  it makes them only for completions whose prompt is token ids, and only from engines that
+  speak a protocol of its own, which no vLLM does. Nobody's chats get them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,16 @@ def command(where: dict[str, Any]) -> str:
 
 # --- reuse
 
+RIVALS: Final = """
+*stock* and *rival* have a second pair of engines, with vLLM's own connector, on the same
+cores and with the same flags. *stock* is vLLM's bidirectional transfer, driven by the policy
+of its multi-turn example: handles of the turn before, used once, nobody compares them with
+the new history. *rival* is `vllm-router` with program scheduling. So that only reuse is
+compared, their engines got what ours have: NIXL's progress thread pauses and the model keeps
+its core; streams carry handles, which vLLM 0.32 gives in plain answers only, so that without
+this addition *stock* would return nothing at all. Their tokens are as prefill's metrics say.
+"""
+
 
 def reuse(where: dict[str, Any], rows: list[Row]) -> str:
     """``kvloom bench reuse``."""
@@ -87,6 +105,10 @@ def reuse(where: dict[str, Any], rows: list[Row]) -> str:
     errors = sum(row["error"] is not None for row in turns)
     is_whole = bool(select(rows, row="reuse_summary"))
     cut = "" if is_whole else " The run was stopped before its last turns."
+    # Files from before tools could be shorter do not say it.
+    (tool_s,) = {row["tool_s"] for row in select(rows, row="reuse_effort")} or {TOOL_S}
+    rivals = RIVALS if has_rivals(rows) else ""
+    moved = "" if rivals else "No transfer times or bytes were taken, nobody"
     return f"""\
 ## What reuse gains
 
@@ -94,7 +116,7 @@ def reuse(where: dict[str, Any], rows: list[Row]) -> str:
 
 Conversations with a tool on one real prefill and one real decode engine (the bundled model
 in float32, a core each), streamed, one turn at a time. All texts follow from a seed; each
-turn's history holds the model's own answers, and {TOOL_S:g} s go by while a tool runs. The
+turn's history holds the model's own answers, and {tool_s:g} s go by while a tool runs. The
 same {len(talks)} conversations are played by each variant, one after another, in an order
 that turns, and none finds what another left in a cache. *off*, *lazy*, *eager*, *direct*
 (as *lazy*, but decode may do short turns alone, where an estimate says that it is faster: the
@@ -103,10 +125,10 @@ two engines. *single*, the floor, is the prefill engine asked directly as one or
 the same flags and the same core at nearly the same time, and no router in between. Decode
 idles meanwhile, so it has one core, where a user may give it both. *lost*: prefill loses
 its prefix cache when an answer begins, as one that serves others has by the next turn;
-*single* never does. No transfer times or bytes were taken, nobody else used the engines,
+*single* never does. {moved or "Nobody"} else used the engines,
 and a CPU computes a prompt far more slowly than it moves KV: the gains on a GPU are
 smaller.
-
+{rivals}
 Of {len(turns)} turns {wrong} had a wrong answer (other tokens than one vLLM gave to the
 same prompt) and {errors} an error.{cut}
 
@@ -124,6 +146,11 @@ have in common. For *single* and for direct turns *local* is the answering engin
 
 ![TTFT by history, by variant](benchmarks-reuse.png)
 """
+
+
+def has_rivals(rows: Sequence[Row]) -> bool:
+    """Whether engines with vLLM's own connector took part."""
+    return bool(select(rows, row="reuse", variant="stock"))
 
 
 # --- the router
@@ -369,7 +396,9 @@ SECTIONS: Final = (
 
 def render(folder: Path = RESULTS) -> str:
     """The whole document."""
-    parts = [INTRO]
+    _, reuse_rows = read_results(folder / "reuse.jsonl")
+    rivals = NO_WARM_RIVAL if has_rivals(reuse_rows) else NO_RIVALS
+    parts = [INTRO.format(rivals=rivals)]
     for section in SECTIONS:
         where, rows = read_results(folder / section.file)
         parts.append(section.write(where, rows))

@@ -58,10 +58,10 @@ Seed = Annotated[int, typer.Option(help="Of what is chosen at random.")]
 def router(
     json: JsonFile = None, quick: Quick = False, repeats: Repeats = None
 ) -> None:
-    """The router beside a direct call, vllm-router, and a FastAPI proxy.
+    r"""The router beside a direct call, vllm-router, and a FastAPI proxy.
 
     Canned engines, one process and one core a proxy, all in turn in one run.
-    Needs the extra: pip install 'kvloom\\[bench]'.
+    Needs the extra: pip install 'kvloom\[bench]'.
     """
     effort = proxies.effort(is_quick=quick, repeats=repeats)
 
@@ -79,10 +79,16 @@ def reuse_(
     seed: Seed = 0,
     variant: Variants = None,
 ) -> None:
-    """Conversations with a tool on a real pair: returns off, lazy, eager, direct,
-    auto, and one vLLM; with prefill's cache kept and lost.
+    r"""Conversations with a tool on real engines: one vLLM, returns off, lazy, eager,
+    direct and auto; vLLM's own returns (stock) and vllm-router (rival); with prefill's
+    cache kept and lost.
 
-    Needs vLLM, as `kvloom up` does, and two cores.
+    All play the same conversations in turn in one run. Needs vLLM, as `kvloom up`
+    does, two cores, some 12 GB for two pairs of engines, and vllm-router (pip install
+    'kvloom\[bench]') unless --variant leaves rival out. --quick plays all variants,
+    but one conversation from 400 tokens on, three turns, with one second for each
+    tool: no spread and no long histories. Without it: three conversations each from
+    1,000, 2,000 and 4,000 tokens on, four turns.
     """
     effort = reuse.effort(is_quick=quick, repeats=repeats, variants=variant or ())
     # Lines, also on a terminal: the bar there is the benchmark's own.

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.protocol import PlanKind, PlanReport, Reason
+from kvloom_server.bench.counters import Counters, counters_of
 from kvloom_server.bench.dialogues import TOOLS, dialogue
 from kvloom_server.bench.heard import Heard, common_prefix_len
 from kvloom_server.bench.results import Row
-from kvloom_server.bench.reuse import CACHES, ROUTERS, effort
+from kvloom_server.bench.reuse import CACHES, ROUTERS, VARIANTS, effort
 from kvloom_server.bench.reuse_rows import (
+    STOCK_ENGINES,
     Place,
     Variant,
     cells,
@@ -21,6 +23,7 @@ from kvloom_server.bench.reuse_rows import (
     summary_rows,
     turn_row,
 )
+from kvloom_server.bench.ways import Asked
 
 IDS = st.lists(st.integers(0, 3), max_size=12)
 SEEDS = st.integers(0, 100)
@@ -142,10 +145,52 @@ def test_tokens_are_counted_where_the_prompt_was_computed() -> None:
     answered; decode's cache is no reuse of a turn that prefill computed."""
     heard = answer(1.0, [1] * 10, [2], 8)
     cold = report(PlanKind.COLD, local_tokens=0, returned_tokens=0, computed_tokens=10)
-    assert sources(heard, cold).computed == 10
+    assert sources(Asked(heard=heard, plan=cold), Variant.OFF).computed == 10
     for alone in (None, report(PlanKind.DIRECT)):
-        found = sources(heard, alone)
+        found = sources(Asked(heard=heard, plan=alone), Variant.DIRECT)
         assert (found.local, found.returned, found.computed) == (8, 0, 2)
+
+
+@pytest.mark.parametrize("variant", sorted(STOCK_ENGINES))
+def test_tokens_of_others_routers_are_counted_at_prefill(variant: Variant) -> None:
+    """They name no plan; decode's usage says what it read from prefill."""
+    heard = answer(1.0, [1] * 10, [2], 9)
+    prefill = Counters(local_tokens=4.0, returned_tokens=3.0)
+    found = sources(Asked(heard=heard, prefill=prefill), variant)
+    assert (found.local, found.returned, found.computed) == (4, 3, 3)
+
+
+METRICS = """# TYPE vllm:prompt_tokens counter
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1000.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 64.0
+vllm:prefix_cache_hits_total{engine="1",model_name="m"} 32.0
+vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 16.0
+vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 2.5e+06
+vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="m"} 0.25
+python_info{version="3.11"} 1.0
+"""
+
+
+def test_an_engine_tells_what_it_did_for_a_turn() -> None:
+    """All ranks together; what was there before is not the turn's."""
+    found = counters_of(METRICS)
+    assert found == Counters(
+        local_tokens=96.0,
+        returned_tokens=16.0,
+        moved_bytes=2.5e6,
+        moved_s=0.25,
+    )
+    before = Counters(local_tokens=96.0, returned_tokens=6.0)
+    assert found.since(before).local_tokens == 0.0
+    assert found.since(before).returned_tokens == 10.0
+    assert counters_of("") == Counters()
+
+
+def moved(heard: Heard) -> Asked:
+    """KV went both ways for it."""
+    prefill = Counters(moved_bytes=3000.0, moved_s=0.002)
+    decode = Counters(moved_bytes=1000.0, moved_s=0.001)
+    return Asked(heard=heard, prefill=prefill, decode=decode)
 
 
 def rows_of(variant: Variant, ms: float, *, cache: str = "lost") -> list[Row]:
@@ -154,8 +199,8 @@ def rows_of(variant: Variant, ms: float, *, cache: str = "lost") -> list[Row]:
     second = answer(ms, [1, 2, 3, 4, 5], [6], 4)
     at = [place(variant, turn, cache=cache) for turn in (1, 2)]
     return [
-        turn_row(at[0], first, plan=None, history=[], truth=[4]),
-        turn_row(at[1], second, plan=None, history=[1, 2, 3, 4], truth=[6]),
+        turn_row(at[0], Asked(heard=first), history=[], truth=[4]),
+        turn_row(at[1], moved(second), history=[1, 2, 3, 4], truth=[6]),
     ]
 
 
@@ -166,6 +211,7 @@ def test_a_row_has_what_the_turn_was() -> None:
     assert row["ttft_ms"] == pytest.approx(20.0)
     assert row["prompt_tokens"] == 5
     assert (row["local_tokens"], row["computed_tokens"]) == (4, 1)
+    assert (row["moved_bytes"], row["moved_ms"]) == (4000, pytest.approx(3.0))
     assert row["wrong"] is False
 
 
@@ -186,7 +232,7 @@ def test_wrong_answers_and_errors_are_never_lost() -> None:
     """Also in first turns, and where nothing was answered at all."""
     wrong = answer(1.0, [1, 2], [3], 0)
     at = place(Variant.EAGER, 1)
-    rows = [turn_row(at, wrong, plan=None, history=[], truth=[4])]
+    rows = [turn_row(at, Asked(heard=wrong), history=[], truth=[4])]
     rows += [error_row(place(Variant.AUTO, 1), "status 500: no")]
     eager, auto = cells(rows)
     assert (eager.wrong, eager.errors, eager.ttft) == (1, 0, None)
@@ -198,8 +244,16 @@ def test_wrong_answers_and_errors_are_never_lost() -> None:
 def test_what_is_asked_for_is_measured(is_quick: bool) -> None:
     """All variants unless some are named; a step each."""
     whole = effort(is_quick=is_quick, repeats=None)
-    assert set(whole.variants) == set(ROUTERS) == set(Variant) - {Variant.SINGLE}
+    assert set(whole.variants) == set(VARIANTS) == set(Variant) - {Variant.SINGLE}
+    assert set(VARIANTS) == set(ROUTERS) | STOCK_ENGINES
     some = effort(is_quick=is_quick, repeats=2, variants=[Variant.LAZY, Variant.OFF])
     assert some.variants == (Variant.OFF, Variant.LAZY)
     played = 2 * len(some.lengths) * (1 + 2 * len(CACHES))
-    assert some.num_steps == 1 + played
+    assert some.num_steps == 1 + 3 + played
+    assert not some.needs_stock
+    alone = effort(is_quick=is_quick, repeats=1, variants=[Variant.SINGLE])
+    assert alone.variants == ()
+    assert alone.num_steps == 1 + 1 + len(alone.lengths)
+    other = effort(is_quick=is_quick, repeats=1, variants=[Variant.RIVAL])
+    assert other.needs_stock
+    assert other.num_steps == 2 + 2 + len(other.lengths) * (1 + len(CACHES))

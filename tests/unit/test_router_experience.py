@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.protocol import PlanKind, Reason, ReturnMode
+from kvloom_server.router.estimate import Load
 from kvloom_server.router.experience import WARM_KEPT_S, Experience
 from kvloom_server.router.fields import FieldRules
 from kvloom_server.router.job import Job, decoded
@@ -21,7 +22,7 @@ BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 
 
 def experience(**settings: Any) -> Experience:
-    given = {"max_conversations": 5, "max_direct_tokens": 512, "learns_threshold": True}
+    given = {"max_conversations": 5, "max_direct_tokens": 0, "learns_threshold": True}
     return Experience(**(given | settings))
 
 
@@ -43,9 +44,9 @@ def job(
     )
 
 
-def after_pauses(*pauses_s: float) -> Experience:
+def after_pauses(*pauses_s: float, **settings: Any) -> Experience:
     """What is known after turns with these pauses between them."""
-    known, now = experience(), 0.0
+    known, now = experience(**settings), 0.0
     for pause_s in pauses_s:
         known.ended(job(), now)
         now += pause_s
@@ -53,8 +54,9 @@ def after_pauses(*pauses_s: float) -> Experience:
     return known
 
 
-def pays(known: Experience, **options: Any) -> bool:
-    return known.pays(job(**options), LEASE, "p0")
+def pays(known: Experience, *, num_decoding: int = 0, **options: Any) -> bool:
+    decoding = Load(num_in_flight=num_decoding)
+    return known.pays(job(**options), LEASE, "p0", decoding=decoding)
 
 
 def test_a_pause_as_before_is_used() -> None:
@@ -88,6 +90,31 @@ def test_the_clients_own_hint_comes_first() -> None:
 def test_a_conversation_that_decode_serves_alone_is_not_moved() -> None:
     """Where the next turn needs no prefill, neither does its history."""
     assert not pays(after_pauses(10, 10), kind=PlanKind.DIRECT)
+
+
+def known_to_be_short(num_new: int = 200, **settings: Any) -> Experience:
+    """Tools take ten seconds, and their results have so many tokens."""
+    known = after_pauses(10, 10, max_direct_tokens=512, **settings)
+    known.paces.grew(TAG, {"l": num_new})
+    return known
+
+
+def test_a_turn_that_decode_will_do_alone_is_not_warmed_for() -> None:
+    """A warm prefill engine would have it go a longer way: a short turn from what
+    decode holds needs no other engine. Also where the conversation is new, and
+    turns have been short or nothing is known of them."""
+    assert not pays(known_to_be_short())
+    assert not pays(after_pauses(10, 10, max_direct_tokens=512))
+
+
+def test_a_turn_that_decode_will_not_do_alone_is_warmed_for() -> None:
+    """It is too long, decode is busy with others, or known to be slow alone."""
+    assert pays(known_to_be_short(num_new=600))
+    assert pays(known_to_be_short(), num_decoding=30)
+    slow = known_to_be_short()
+    for _ in range(5):
+        slow.learner.direct_took("d0", seconds=4.0, expected_s=0.05)
+    assert pays(slow)
 
 
 def test_what_prefill_has_already_need_not_be_moved() -> None:

@@ -172,6 +172,56 @@ def test_an_engine_that_is_slow_alone_is_left_alone_for_a_while() -> None:
     assert learner.direct_factor("d0") < 1.01
 
 
+def slow_machine(num_computed: int, num_tokens: int) -> float:
+    """Seconds: a core that computes a token in milliseconds, far from the prices
+    that a router starts with."""
+    return 0.03 + 2.4e-3 * num_computed + 6e-7 * num_computed * num_tokens
+
+
+def after_first_turns(*prompts: int) -> Learner:
+    """What is known of it after so many first turns."""
+    learner = Learner()
+    for tokens in prompts:
+        seconds = slow_machine(tokens, tokens)
+        row = Row(num_pulled=0, num_computed=tokens, num_tokens=tokens, seconds=seconds)
+        learner.update("p0", "d0", row)
+    return learner
+
+
+def test_a_slow_machine_makes_no_slow_engine() -> None:
+    """Before prices are learned, direct turns take many times the estimate, and
+    prefill legs just so: that says nothing of decode. Seen on CPU engines, where
+    the first direct turn of a router was its last for dozens of turns."""
+    learner = after_first_turns(250)
+    expected_s = learner.rates("p0", "d0").computing_s(220, 420)
+    seconds = slow_machine(150, 420)
+    assert seconds > 5 * expected_s
+    learner.direct_took("d0", seconds=seconds, expected_s=expected_s)
+    assert learner.direct_factor("d0") < 1.1
+
+
+def test_an_engine_without_a_cache_is_found_out_on_a_slow_machine() -> None:
+    """It takes as long as the whole history does."""
+    learner = after_first_turns(250, 1300)
+    expected_s = learner.rates("p0", "d0").computing_s(220, 1500)
+    seconds = slow_machine(1450, 1450)
+    learner.direct_took("d0", seconds=seconds, expected_s=expected_s)
+    assert learner.direct_factor("d0") > 1.3
+
+
+@given(st.lists(st.tuples(st.floats(), st.integers(-5, 10**9)), max_size=20))
+def test_legs_of_any_length_leave_direct_turns_a_price(
+    legs: list[tuple[float, int]],
+) -> None:
+    """Whatever engines say their legs took."""
+    learner = Learner()
+    for seconds, tokens in legs:
+        row = Row(num_pulled=0, num_computed=tokens, num_tokens=tokens, seconds=seconds)
+        assert learner.update("p0", "d0", row) >= 0
+        learner.direct_took("d0", seconds=seconds, expected_s=0.1)
+        assert 1 <= learner.direct_factor("d0") <= 100
+
+
 @given(st.lists(st.tuples(seconds, st.floats(0, 1e6)), max_size=20))
 def test_slow_direct_turns_are_bounded(took: list[tuple[float, float]]) -> None:
     """Whatever the clock says, the factor stays between one and a hundred."""

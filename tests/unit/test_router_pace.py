@@ -7,6 +7,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvloom_server.router.estimate import UNKNOWN_NEW_TOKENS
 from kvloom_server.router.pace import MAX_GAP_S, MAX_MARKS, Gaps, Paces
 from kvloom_server.router.story import Mark, Story, read, story_of
 
@@ -195,3 +196,14 @@ def test_memory_is_bounded() -> None:
     assert known.find(bytes([0])).bytes_per_token is None
     known.forget(bytes([9]))
     assert len(known) == 2
+
+
+def test_the_next_turn_is_expected_to_bring_as_much_as_the_last() -> None:
+    """Before a conversation went on, as much as others did; before any, a guess."""
+    paces = Paces(max_conversations=5)
+    assert paces.expected_new(b"a") == UNKNOWN_NEW_TOKENS
+    paces.grew(b"a", {"turn 1": 700, "turn 2": 90})
+    paces.grew(b"a", {})
+    assert paces.expected_new(b"a") == paces.expected_new(b"b") == 90
+    paces.grew(b"b", {"turn 1": 400})
+    assert paces.expected_new(b"a") == 90

@@ -122,12 +122,27 @@ def kvloom_router(
 def _vllm_router(
     engines: Sequence[EnginePorts], port: int, metrics_port: int
 ) -> Contender:
+    command = vllm_router_command(port, metrics_port)
+    if len(engines) == 2:
+        command += ["--vllm-pd-disaggregation", "--kv-connector=nixl"]
+        command += ["--prefill", engines[0].url, "--decode", engines[1].url]
+    else:
+        command += ["--worker-urls", engines[0].url]
+    return Contender(proxy="vllm-router", legs=len(engines), command=command, port=port)
+
+
+def vllm_router_command(port: int, metrics_port: int) -> list[str]:
+    """Starts vllm-router, in front of nobody yet.
+
+    Raises:
+        BenchUnavailableError: it is not installed.
+    """
     program = shutil.which("vllm-router", path=_beside_python())
     if program is None:
         raise BenchUnavailableError(
             "vllm-router is not installed: pip install 'kvloom[bench]'"
         )
-    command = [
+    return [
         program,
         f"--host={LOOPBACK}",
         f"--port={port}",
@@ -137,12 +152,6 @@ def _vllm_router(
         "--policy=consistent_hash",
         "--worker-startup-check-interval=1",
     ]
-    if len(engines) == 2:
-        command += ["--vllm-pd-disaggregation", "--kv-connector=nixl"]
-        command += ["--prefill", engines[0].url, "--decode", engines[1].url]
-    else:
-        command += ["--worker-urls", engines[0].url]
-    return Contender(proxy="vllm-router", legs=len(engines), command=command, port=port)
 
 
 def _beside_python() -> str:

@@ -113,6 +113,7 @@ REUSE: Final = (
             Column(title="local", name="local_tokens"),
             Column(title="returned", name="returned_tokens"),
             Column(title="computed", name="computed_tokens"),
+            Column(title="KV moved, kB", name="moved_kb"),
             Column(title="reused", name="reuse"),
             Column(title="wrong", name="wrong"),
             Column(title="errors", name="errors"),

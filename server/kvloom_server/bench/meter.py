@@ -41,6 +41,11 @@ def cores() -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(usable[:-1] or usable), frozenset(usable[-1:])
 
 
+def usable_cores() -> frozenset[int]:
+    """All that this process may run on."""
+    return frozenset(os.sched_getaffinity(0))
+
+
 @contextmanager
 def on_cores(which: frozenset[int]) -> Iterator[None]:
     """Processes that are started in this block stay on these cores."""

@@ -104,7 +104,16 @@ def plot_simulate(rows: Sequence[Row], path: Path) -> None:
     plt.close(drawn)
 
 
-_MORE_COLOURS: Final = ("black", "#c2410c", "#0369a1", "#6d28d9", "#15803d", "#a16207")
+_MORE_COLOURS: Final = (
+    "black",
+    "#c2410c",
+    "#0369a1",
+    "#6d28d9",
+    "#15803d",
+    "#a16207",
+    "#be185d",
+    "#475569",
+)
 _COLOURS: Final = ("#c2410c", "#0369a1", "#6d28d9", "#15803d")
 
 

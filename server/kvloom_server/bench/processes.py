@@ -3,8 +3,8 @@
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -73,10 +73,26 @@ async def processes() -> AsyncIterator[Processes]:
         yield Processes(stack, Path(folder))
 
 
+@contextmanager
+def without_settings() -> Iterator[None]:
+    """Meanwhile no setting of the user's is in this process's environment, so that
+    none reaches what is measured: routers in here, and whatever is started."""
+    ours = {name: os.environ.pop(name) for name in _settings_of_user()}
+    try:
+        yield
+    finally:
+        os.environ.update(ours)
+
+
+def _settings_of_user() -> list[str]:
+    kept = "KVLOOM_CACHE_DIR"  # says where the model lies, not how anything works
+    return [name for name in os.environ if name.startswith("KVLOOM_") and name != kept]
+
+
 def _without_settings(command: Sequence[str]) -> list[str]:
     """The command, in an environment where no setting of the user's counts."""
-    ours = [name for name in os.environ if name.startswith("KVLOOM_")]
-    return ["env", *(word for name in ours for word in ("-u", name)), *command]
+    unset = (word for name in _settings_of_user() for word in ("-u", name))
+    return ["env", *unset, *command]
 
 
 async def _answers(port: int, path: str) -> bool:

@@ -1,16 +1,16 @@
-"""``kvloom bench reuse``: tool-calling conversations on a real pair of engines.
+"""``kvloom bench reuse``: tool-calling conversations on real pairs of engines.
 
-One prefill and one decode engine; a router of its own for each way of returning in
-front of the same two, and the prefill engine asked directly as one ordinary vLLM.
-Each conversation is played by all of them, one after another, nothing else going
-on, in an order that turns with each conversation.
+One prefill and one decode engine with kvloom's connector; a router of its own for each
+way of returning in front of the same two, and the prefill engine asked directly as
+one ordinary vLLM. A second pair, on the same cores and with the same flags, has vLLM's
+own connector, for *stock* and *rival* (see ``rivals.py``); a pair that idles takes a
+hundredth of a core. Each conversation is played by all of them, one after another,
+nothing else going on, in an order that turns with each conversation.
 
 *lost* means that prefill loses its prefix cache as soon as decode has begun each
 answer, as one that serves others has by the time the tool is done.
 """
 
-import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,28 +20,27 @@ import aiohttp
 from rich.console import Console
 
 from kvloom_server.cluster.engine_args import Role
-from kvloom_server.cluster.up import UpSettings, local_cluster
+from kvloom_server.cluster.launch import detect_device
+from kvloom_server.cluster.ports import free_ports
+from kvloom_server.cluster.up import RunningCluster, UpSettings, local_cluster
 from kvloom_server.router import RouterServer
 from kvloom_server.settings import EngineSpec, RouterSettings
 
-from .dialogues import Dialogue, Message, dialogue
+from .contenders import LOOPBACK
+from .dialogues import dialogue
+from .meter import usable_cores
+from .player import Player
+from .processes import Processes, processes, without_settings
 from .results import Results
-from .reuse_rows import Place, PrefillCache, Variant, error_row, summary_rows, turn_row
-from .ways import (
-    TIMEOUT,
-    Ask,
-    Asked,
-    EngineWay,
-    RouterWay,
-    TurnFailedError,
-    Way,
-    forget,
-)
+from .reuse_rows import STOCK_ENGINES, PrefillCache, Variant, summary_rows
+from .rivals import rival_command, stock_proxy_command, stock_settings
+from .ways import TIMEOUT, Contestant, EngineWay, NamedWay, RouterWay, StockWay
 
 Step = Callable[[str], None]
 
 TOOL_S: Final = 1.5
 """How long every tool runs: between two turns."""
+QUICK_TOOL_S: Final = 1.0
 ROUTERS: Final[dict[Variant, dict[str, Any]]] = {
     Variant.OFF: {"returns": "off", "direct_tokens": 0},
     Variant.LAZY: {"returns": "lazy", "direct_tokens": 0},
@@ -49,6 +48,8 @@ ROUTERS: Final[dict[Variant, dict[str, Any]]] = {
     Variant.DIRECT: {"returns": "lazy"},
     Variant.AUTO: {"returns": "auto"},
 }
+VARIANTS: Final = tuple(v for v in Variant if v is not Variant.SINGLE)
+"""Besides *single*, which is always there."""
 CACHES: Final[tuple[PrefillCache, ...]] = ("kept", "lost")
 
 
@@ -61,57 +62,50 @@ class Effort:
     num_turns: int
     repeats: int
     """Conversations of each length."""
-    variants: tuple[Variant, ...] = tuple(ROUTERS)
+    variants: tuple[Variant, ...] = VARIANTS
     """Besides *single*."""
+    tool_s: float = TOOL_S
+    """How long every tool runs."""
+
+    @property
+    def needs_stock(self) -> bool:
+        """Whether the pair with vLLM's own connector is asked."""
+        return not STOCK_ENGINES.isdisjoint(self.variants)
 
     @property
     def num_steps(self) -> int:
         """How many steps :func:`measure` will tell of."""
+        return 1 + self.needs_stock + self.num_played_steps
+
+    @property
+    def num_played_steps(self) -> int:
+        """How many of them are :func:`measure_on`'s."""
         played = 1 + len(self.variants) * len(CACHES)
-        return 1 + self.repeats * len(self.lengths) * played
+        rehearsed = 1 + len(self.variants)
+        return rehearsed + self.repeats * len(self.lengths) * played
 
 
 def effort(
     *, is_quick: bool, repeats: int | None, variants: Sequence[Variant] = ()
 ) -> Effort:
     """What ``--quick``, ``--repeats`` and ``--variant`` stand for."""
-    chosen = tuple(v for v in ROUTERS if not variants or v in variants)
+    chosen = tuple(v for v in VARIANTS if not variants or v in variants)
     if is_quick:
         return Effort(
-            lengths=(800,), num_turns=3, repeats=repeats or 1, variants=chosen
+            lengths=(400,),
+            num_turns=3,
+            repeats=repeats or 1,
+            variants=chosen,
+            tool_s=QUICK_TOOL_S,
         )
     return Effort(
         lengths=(1000, 2000, 4000), num_turns=4, repeats=repeats or 3, variants=chosen
     )
 
 
-async def measure(
-    results: Results, effort: Effort, *, seed: int, console: Console, step: Step
-) -> None:
-    """Start the engines and play every conversation.
-
-    Raises:
-        ClusterError: an engine did not start.
-        ModelUnavailableError: the bundled model can't be prepared.
-    """
-    step("engines start")
-    # Only the routers below are asked.
-    settings = UpSettings(port=0, has_dev_endpoints=True)
-    async with local_cluster(settings, console=console) as running:
-        prefill, decode = (
-            EngineSpec(
-                url=running.urls(role)[0],
-                lease_address=running.lease_addresses(role)[0],
-            )
-            for role in (Role.PREFILL, Role.DECODE)
-        )
-        pair = EnginePair(prefill=prefill, decode=decode, model=running.model)
-        await measure_on(pair, results, effort, seed=seed, step=step)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePair:
-    """The engines that all variants share."""
+    """Two engines that variants share."""
 
     prefill: EngineSpec
     """It has vLLM's development endpoints."""
@@ -120,38 +114,128 @@ class EnginePair:
     """The name to ask for."""
 
 
+async def measure(
+    results: Results, effort: Effort, *, seed: int, console: Console, step: Step
+) -> None:
+    """Start the engines and play every conversation.
+
+    Raises:
+        BenchUnavailableError: vllm-router is not installed.
+        ClusterError: an engine did not start.
+        ModelUnavailableError: the bundled model can't be prepared.
+        ProcessFailedError: a proxy did not start.
+    """
+    if Variant.RIVAL in effort.variants:
+        rival_command("", "", (0, 0))  # said before minutes are spent on engines
+    async with AsyncExitStack() as stack:
+        stack.enter_context(without_settings())
+        step("kvloom's engines start")
+        # Only the routers below are asked.
+        ours = UpSettings(port=0, has_dev_endpoints=True)
+        cluster = local_cluster(ours, console=console)
+        pair = pair_of(await stack.enter_async_context(cluster))
+        stock = None
+        if effort.needs_stock:
+            step("stock engines start")
+            theirs = local_cluster(stock_settings(detect_device()), console=console)
+            stock = pair_of(await stack.enter_async_context(theirs))
+        await measure_on(pair, results, effort, stock=stock, seed=seed, step=step)
+
+
+def pair_of(running: RunningCluster) -> EnginePair:
+    """The first of a cluster's engines."""
+
+    def spec(role: Role) -> EngineSpec:
+        addresses = running.lease_addresses(role)
+        return EngineSpec(
+            url=running.urls(role)[0], lease_address=next(iter(addresses), None)
+        )
+
+    return EnginePair(
+        prefill=spec(Role.PREFILL), decode=spec(Role.DECODE), model=running.model
+    )
+
+
 async def measure_on(
     pair: EnginePair,
     results: Results,
     effort: Effort,
     *,
+    stock: EnginePair | None = None,
     seed: int,
     step: Step,
-    tool_s: float = TOOL_S,
 ) -> None:
     """Play every conversation on engines that run.
 
-    ``tool_s`` is how long every tool runs.
+    Args:
+        pair: with kvloom's connector.
+        stock: with vLLM's own, where a variant needs it.
     """
-    async with (
-        aiohttp.ClientSession(timeout=TIMEOUT) as http,
-        AsyncExitStack() as stack,
-    ):
-        ways: dict[Variant, Way] = {
-            variant: RouterWay(
-                http, await stack.enter_async_context(_router(pair, variant))
-            )
-            for variant in effort.variants
-        }
-        player = Player(http, pair=pair, ways=ways, tool_s=tool_s)
-        await player.rehearse(seed)
+    results.add({"row": "reuse_effort", "tool_s": effort.tool_s})
+    async with AsyncExitStack() as stack:
+        stack.enter_context(without_settings())
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=TIMEOUT))
+        others = await _others(http, pair, stock, effort, stack)
+        player = Player(
+            http,
+            model=pair.model,
+            single=Contestant(
+                way=EngineWay(http, pair.prefill.url), prefill=pair.prefill.url
+            ),
+            others=others,
+            tool_s=effort.tool_s,
+        )
+        await player.rehearse(seed, lambda variant: step(f"rehearsal: {variant}"))
         await _play_all(player, effort, seed=seed, results=results, step=step)
     for row in summary_rows(results.rows):
         results.add(row)
 
 
+async def _others(
+    http: aiohttp.ClientSession,
+    pair: EnginePair,
+    stock: EnginePair | None,
+    effort: Effort,
+    stack: AsyncExitStack,
+) -> dict[Variant, Contestant]:
+    """Whoever serves the variants, started for the time of ``stack``."""
+    started = await stack.enter_async_context(processes())
+    made: dict[Variant, Contestant] = {}
+    for variant in effort.variants:
+        if variant in ROUTERS:
+            url = await stack.enter_async_context(_router(pair, variant))
+            made[variant] = Contestant(
+                way=RouterWay(http, url),
+                prefill=pair.prefill.url,
+                decode=pair.decode.url,
+            )
+        else:
+            assert stock is not None, "the caller has started the stock pair"
+            made[variant] = await _stock_contestant(http, variant, stock, started)
+    return made
+
+
+async def _stock_contestant(
+    http: aiohttp.ClientSession,
+    variant: Variant,
+    stock: EnginePair,
+    started: Processes,
+) -> Contestant:
+    prefill, decode = stock.prefill.url, stock.decode.url
+    port, metrics_port = free_ports(2)
+    url = f"http://{LOOPBACK}:{port}"
+    if variant is Variant.STOCK:
+        command = stock_proxy_command(prefill, decode, port)
+        way: StockWay | NamedWay = StockWay(http, url)
+    else:
+        command = rival_command(prefill, decode, (port, metrics_port))
+        way = NamedWay(http, url)
+    await started.start(variant.value, command, port=port, cores=usable_cores())
+    return Contestant(way=way, prefill=prefill, decode=decode)
+
+
 async def _play_all(
-    player: "Player", effort: Effort, *, seed: int, results: Results, step: Step
+    player: Player, effort: Effort, *, seed: int, results: Results, step: Step
 ) -> None:
     turned = 0
     for repeat in range(effort.repeats):
@@ -163,7 +247,7 @@ async def _play_all(
                 num_turns=effort.num_turns,
             )
             step(f"{talk.name}: single")
-            await player.floor(talk, results)
+            await player.play(talk, Variant.SINGLE, "kept", results)
             for cache in CACHES:
                 for variant in _turned(effort.variants, turned):
                     step(f"{talk.name}: {variant}, cache {cache}")
@@ -173,7 +257,7 @@ async def _play_all(
 
 def _turned(variants: Sequence[Variant], by: int) -> list[Variant]:
     """Another one begins each time, so that no place in the order is anybody's."""
-    first = by % len(variants)
+    first = by % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
 
 
@@ -194,136 +278,3 @@ async def _router(pair: EnginePair, variant: Variant) -> AsyncIterator[str]:
         yield router.url
     finally:
         await router.stop()
-
-
-class Player:
-    """Plays conversations with whoever serves them, one turn at a time.
-
-    Args:
-        http: a client.
-        pair: the engines.
-        ways: who serves each variant, but for *single*.
-        tool_s: the pause between two turns.
-    """
-
-    def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        *,
-        pair: EnginePair,
-        ways: dict[Variant, Way],
-        tool_s: float,
-    ) -> None:
-        self._http = http
-        self._prefill = pair.prefill.url
-        self._model = pair.model
-        self._tool_s = tool_s
-        self._single = EngineWay(http, self._prefill)
-        self._ways = ways
-        self._truths: dict[tuple[int, ...], list[int]] = {}
-        """Right answers by prompt: what one vLLM said, of this conversation."""
-
-    async def rehearse(self, seed: int) -> None:
-        """A short conversation that is not counted: first requests are slow."""
-        talk = dialogue(seed=seed, repeat=-1, prefix_tokens=100, num_turns=2)
-        unseen = Results(None, {})
-        await self.floor(talk, unseen)
-        for variant in self._ways:
-            await self.play(talk, variant, "kept", unseen)
-
-    async def floor(self, talk: Dialogue, results: Results) -> None:
-        """Play it with one vLLM: the floor, and what is right."""
-        self._truths.clear()
-        await self._conversation(talk, Variant.SINGLE, "kept", results)
-
-    async def play(
-        self, talk: Dialogue, variant: Variant, cache: PrefillCache, results: Results
-    ) -> None:
-        """Play it with a variant; a turn that fails ends it, and is a row too."""
-        await self._conversation(talk, variant, cache, results)
-
-    async def _conversation(
-        self, talk: Dialogue, variant: Variant, cache: PrefillCache, results: Results
-    ) -> None:
-        # Nobody finds what another variant has left in a cache.
-        salt = uuid.uuid4().hex
-        messages: list[Message] = list(talk.opening)
-        history: list[int] = []
-        for turn in range(talk.num_turns):
-            place = Place(
-                variant=variant,
-                prefill_cache=cache,
-                conversation=talk.name,
-                prefix_tokens=talk.prefix_tokens,
-                turn=turn + 1,
-            )
-            body = self._body(talk, messages, turn, salt)
-            ask = Ask(
-                body=body,
-                conversation=f"bench-{salt}",
-                is_final=turn == talk.num_turns - 1,
-            )
-            try:
-                asked = await self._asked(ask, variant, is_losing=cache == "lost")
-                truth = await self._truth(asked, body, variant)
-            except TurnFailedError as error:
-                results.add(error_row(place, str(error)))
-                return
-            heard = asked.heard
-            results.add(
-                turn_row(place, heard, plan=asked.plan, history=history, truth=truth)
-            )
-            if ask.is_final:
-                return
-            messages = talk.next_messages(messages, heard.message, turn + 1)
-            history = heard.prompt_ids + heard.token_ids
-            await asyncio.sleep(self._tool_s)
-
-    def _body(
-        self, talk: Dialogue, messages: Sequence[Message], turn: int, salt: str
-    ) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "messages": list(messages),
-            "cache_salt": salt,
-            **talk.prompt(turn),
-        }
-
-    async def _asked(self, ask: Ask, variant: Variant, *, is_losing: bool) -> Asked:
-        """One turn; prefill loses its cache while the answer goes on."""
-        way = self._single if variant is Variant.SINGLE else self._ways[variant]
-        if not is_losing:
-            return await way.ask(ask)
-        losing: list[asyncio.Task[None]] = []
-
-        def lose() -> None:
-            losing.append(asyncio.create_task(forget(self._http, self._prefill)))
-
-        try:
-            asked = await way.ask(
-                Ask(
-                    body=ask.body,
-                    conversation=ask.conversation,
-                    is_final=ask.is_final,
-                    on_first=lose,
-                )
-            )
-            await asyncio.gather(*losing)
-        finally:
-            for task in losing:
-                task.cancel()
-        return asked
-
-    async def _truth(
-        self, asked: Asked, body: dict[str, Any], variant: Variant
-    ) -> list[int]:
-        """What one vLLM answers to this prompt: as it did, or asked afresh where a
-        history has gone another way."""
-        prompt = tuple(asked.heard.prompt_ids)
-        if variant is Variant.SINGLE:
-            self._truths[prompt] = asked.heard.token_ids
-        if prompt not in self._truths:
-            fresh = body | {"cache_salt": uuid.uuid4().hex}
-            ask = Ask(body=fresh, conversation="", is_final=True)
-            self._truths[prompt] = (await self._single.ask(ask)).heard.token_ids
-        return self._truths[prompt]

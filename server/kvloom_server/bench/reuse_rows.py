@@ -4,13 +4,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from kvloom.protocol import PlanKind, PlanReport
+from kvloom.protocol import PlanKind
 
-from .heard import Heard, common_prefix_len
+from .heard import common_prefix_len
 from .results import Row
 from .statistics import Spread, spread
+from .ways import Asked
 
 PrefillCache = Literal["kept", "lost"]
 
@@ -22,12 +23,20 @@ class Variant(StrEnum):
     """One vLLM with its prefix cache, asked without any router: the floor."""
     OFF = "off"
     """Prefill and decode, one way."""
+    STOCK = "stock"
+    """vLLM's own bidirectional transfer, driven as its multi-turn example does."""
+    RIVAL = "rival"
+    """vllm-router with program scheduling, over the same stock engines."""
     LAZY = "lazy"
     EAGER = "eager"
     DIRECT = "direct"
     """Decode does alone what it can; *lazy* otherwise."""
     AUTO = "auto"
     """The router decides all of it."""
+
+
+STOCK_ENGINES: Final = frozenset({Variant.STOCK, Variant.RIVAL})
+"""They need a pair with vLLM's own connector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +50,18 @@ class Sources:
     computed: int
 
 
-def sources(heard: Heard, plan: PlanReport | None) -> Sources:
+def sources(asked: Asked, variant: Variant) -> Sources:
     """Of one turn. Where no prefill engine took part (one vLLM, a direct turn) they
-    are what the answering engine's usage says."""
+    are what the answering engine's usage says; where the router is not ours, what
+    prefill's metrics say."""
+    heard, plan = asked.heard, asked.plan
     prompt = len(heard.prompt_ids)
+    if variant in STOCK_ENGINES:
+        local = round(asked.prefill.local_tokens)
+        returned = round(asked.prefill.returned_tokens)
+        return Sources(
+            local=local, returned=returned, computed=prompt - local - returned
+        )
     if plan is None or plan.plan is PlanKind.DIRECT or plan.computed_tokens is None:
         local = heard.cached_tokens or 0
         return Sources(local=local, returned=0, computed=prompt - local)
@@ -78,24 +95,19 @@ class Place:
 
 
 def turn_row(
-    place: Place,
-    heard: Heard,
-    *,
-    plan: PlanReport | None,
-    history: Sequence[int],
-    truth: Sequence[int],
+    place: Place, asked: Asked, *, history: Sequence[int], truth: Sequence[int]
 ) -> Row:
     """One measured turn.
 
     Args:
         place: where it belongs.
-        heard: the answer.
-        plan: the router's, if there was one.
+        asked: the answer.
         history: token ids of the turn before, prompt and answer.
         truth: token ids of the right answer.
     """
+    heard, plan = asked.heard, asked.plan
     assert heard.ttft_s is not None, "a turn without an answer has no row of its own"
-    found = sources(heard, plan)
+    found = sources(asked, place.variant)
     return place.fields() | {
         "history_tokens": len(history),
         "ttft_ms": heard.ttft_s * 1e3,
@@ -104,6 +116,8 @@ def turn_row(
         "local_tokens": found.local,
         "returned_tokens": found.returned,
         "computed_tokens": found.computed,
+        "moved_bytes": round(asked.prefill.moved_bytes + asked.decode.moved_bytes),
+        "moved_ms": 1e3 * (asked.prefill.moved_s + asked.decode.moved_s),
         "wrong": list(truth) != heard.token_ids,
         "answer_tokens": len(heard.token_ids),
         "plan": plan.plan.value if plan else None,
@@ -132,6 +146,9 @@ class Cell:
     local: int
     returned: int
     computed: int
+    moved_kb: int | None
+    """KV that went from engine to engine, both ways; files from before that was
+    counted do not tell."""
     reuse: float
     """Tokens that were not computed, of those that need not have been: the common
     prefix, but for the last token of a prompt, which is always computed."""
@@ -168,6 +185,7 @@ def _cell(key: tuple[str, str, int], group: Sequence[Row]) -> Cell:
         local=_mean(later, "local_tokens"),
         returned=_mean(later, "returned_tokens"),
         computed=_mean(later, "computed_tokens"),
+        moved_kb=_moved_kb(later),
         reuse=reused / max(reusable, 1),
         wrong=sum(row["wrong"] for row in answered),
         errors=len(group) - len(answered),
@@ -176,6 +194,12 @@ def _cell(key: tuple[str, str, int], group: Sequence[Row]) -> Cell:
 
 def _mean(rows: Sequence[Row], name: str) -> int:
     return round(statistics.fmean(row[name] for row in rows)) if rows else 0
+
+
+def _moved_kb(rows: Sequence[Row]) -> int | None:
+    if not all("moved_bytes" in row for row in rows):
+        return None
+    return round(_mean(rows, "moved_bytes") / 1e3)
 
 
 def floor(found: Sequence[Cell], cell: Cell) -> Cell | None:
@@ -210,6 +234,7 @@ def _summary(found: Sequence[Cell], cell: Cell) -> Row:
         "local_tokens": cell.local,
         "returned_tokens": cell.returned,
         "computed_tokens": cell.computed,
+        "moved_kb": cell.moved_kb,
         "reuse": f"{100 * cell.reuse:.0f} %",
         "wrong": cell.wrong,
         "errors": cell.errors,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import aiohttp
@@ -22,6 +22,7 @@ from kvloom.protocol import (
     PlanReport,
 )
 
+from .counters import Counters, read_counters
 from .heard import Heard
 
 TIMEOUT: Final = aiohttp.ClientTimeout(total=300.0)
@@ -52,7 +53,10 @@ class Asked:
     """One turn that was answered."""
 
     heard: Heard
-    plan: PlanReport | None
+    plan: PlanReport | None = None
+    prefill: Counters = field(default_factory=Counters)
+    """What the engines did meanwhile."""
+    decode: Counters = field(default_factory=Counters)
 
 
 class Way(Protocol):
@@ -75,7 +79,33 @@ class EngineWay:
 
     async def ask(self, turn: Ask) -> Asked:
         heard, _ = await streamed(self._http, self._url, turn, {})
-        return Asked(heard=heard, plan=None)
+        return Asked(heard=heard)
+
+
+class NamedWay:
+    """A router of somebody else's that knows conversations by ``X-Session-ID``."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url + _PATH
+
+    async def ask(self, turn: Ask) -> Asked:
+        headers = {CONVERSATION_HEADER: turn.conversation}
+        heard, _ = await streamed(self._http, self._url, turn, headers)
+        return Asked(heard=heard)
+
+
+class StockWay:
+    """The proxy that knows conversations by a field of the body."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url + _PATH
+
+    async def ask(self, turn: Ask) -> Asked:
+        named = turn.body | {"conversation_id": turn.conversation}
+        heard, _ = await streamed(self._http, self._url, replace(turn, body=named), {})
+        return Asked(heard=heard)
 
 
 class RouterWay:
@@ -94,6 +124,39 @@ class RouterWay:
         if plan is None:
             raise TurnFailedError(f"the router named no plan we know: {said!r}")
         return Asked(heard=heard, plan=plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """Somebody who serves conversations, and the engines behind."""
+
+    way: Way
+    prefill: str
+    decode: str | None = None
+    """``None``: prefill is one ordinary vLLM, and answers itself."""
+
+    async def ask(self, http: aiohttp.ClientSession, turn: Ask) -> Asked:
+        """The answer to one turn, and what the engines did for it.
+
+        Raises:
+            TurnFailedError: there is none.
+        """
+        before = await self._counters(http)
+        asked = await self.way.ask(turn)
+        prefill, decode = (
+            now.since(then)
+            for now, then in zip(await self._counters(http), before, strict=True)
+        )
+        return replace(asked, prefill=prefill, decode=decode)
+
+    async def _counters(self, http: aiohttp.ClientSession) -> tuple[Counters, Counters]:
+        try:
+            prefill = await read_counters(http, self.prefill)
+            if self.decode is None:
+                return prefill, Counters()
+            return prefill, await read_counters(http, self.decode)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise TurnFailedError(f"an engine tells no metrics: {error}") from error
 
 
 async def streamed(

@@ -69,6 +69,14 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
         new = max(num_new, 0)
         return new * (self.compute_s + self.attend_s * max(num_tokens - new / 2, 0.0))
 
+    def leg_s(self, *, num_pulled: int, num_computed: int, num_tokens: int) -> float:
+        """A prefill leg that does so much, nobody else being there."""
+        return (
+            self.start_s
+            + self.pulling_s(num_pulled)
+            + self.computing_s(num_computed, num_tokens)
+        )
+
     def threshold(self, num_tokens: int) -> int:
         """The fewest tokens that are pulled rather than computed.
 

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from .estimate import START_THRESHOLD, Load, Work, direct_s, through_prefill_s
 from .job import Job
 from .learn import Learner, Row
 from .pace import FRAME_TOKENS, Gaps, Paces
@@ -58,9 +59,11 @@ class Experience:
         """A turn of this conversation has come."""
         gap_s = self.paces.began(tag, now)
         reading = self.paces.read(tag, story)
+        news = self.paces.new_tokens(tag, reading)
+        self.paces.grew(tag, news)
         return Outlook(
             reading=reading,
-            news=self.paces.new_tokens(tag, reading),
+            news=news,
             prefilled_tokens=self.paces.find(tag).prefilled_tokens,
             gap_s=gap_s,
         )
@@ -96,14 +99,7 @@ class Experience:
 
     def learn(self, prefill: str, decode: str, row: Row) -> float:
         """Take in one leg's time; by how much the estimate of it was off."""
-        rates = self.learner.rates(prefill, decode)
-        expected_s = (
-            rates.start_s
-            + rates.pulling_s(row.num_pulled)
-            + rates.computing_s(row.num_computed, row.num_tokens)
-        )
-        self.learner.update(prefill, decode, row)
-        return abs(row.seconds - expected_s)
+        return abs(row.seconds - self.learner.update(prefill, decode, row))
 
     def streamed(self, job: Job, decode: str, seconds: float) -> None:
         """An answer's first bytes came so long after decode was asked."""
@@ -139,15 +135,19 @@ class Experience:
         pair = self.learner.pair(prefill, lease.engine)
         return pair.next_threshold(lease.num_tokens)
 
-    def pays(self, job: Job, lease: Lease, prefill: str) -> bool:
+    def pays(self, job: Job, lease: Lease, prefill: str, *, decoding: Load) -> bool:
         """Whether a warm-up is likely to be over before the next turn, to save
-        it something, and to be still there."""
+        it something, and to be still there.
+
+        Args:
+            decoding: what the decode engine with the lease has to do.
+        """
         hint_s, gaps = job.request.expected_return_s, self._gaps(job)
         if hint_s is None and gaps is None:
             return False
         short_s = hint_s if hint_s is not None else (gaps.short_s if gaps else 0.0)
         mean_s = hint_s if hint_s is not None else (gaps.mean_s if gaps else 0.0)
-        if job.is_direct or mean_s > WARM_KEPT_S:
+        if mean_s > WARM_KEPT_S or self._is_direct_next(job, lease, prefill, decoding):
             return False
         gain_s = self._missing_s(job, lease, prefill)
         rates = self.learner.rates(prefill, lease.engine)
@@ -155,6 +155,30 @@ class Experience:
             rates.start_s + gain_s + rates.computing_s(FRAME_TOKENS, lease.num_tokens)
         )
         return gain_s >= MIN_GAIN_S and short_s >= WARM_MARGIN * warm_s
+
+    def _is_direct_next(
+        self, job: Job, lease: Lease, prefill: str, decoding: Load
+    ) -> bool:
+        """Whether decode is likely to do the next turn alone, from the lease, so
+        that prefill's being warm would only send it a longer way.
+
+        Both ways are priced as they are for the turn itself, with a prefill engine
+        that has all of the history and nothing else to do.
+        """
+        if job.is_direct:
+            return True
+        num_new = self.paces.expected_new(job.turn.tag or b"")
+        if num_new > self.prices.max_direct_tokens:
+            return False
+        rates = self.learner.rates(prefill, lease.engine)
+        work = Work(
+            num_new=num_new, num_held=lease.num_tokens, num_local=lease.num_tokens
+        )
+        factor = self.learner.direct_factor(lease.engine)
+        through_s = through_prefill_s(
+            work, rates, waiting=0, is_home=True, threshold=START_THRESHOLD
+        )
+        return factor * direct_s(work, rates, decoding) <= through_s
 
     def _missing_s(self, job: Job, lease: Lease, prefill: str) -> float:
         """What it costs to bring what prefill lacks of a lease."""

@@ -44,6 +44,8 @@ it is tried again, after some dozens of turns."""
 DIRECT_FLOOR_S: Final = 0.05
 """Up to here no direct turn is called slow."""
 MAX_DIRECT_FACTOR: Final = 100.0
+OFF_WEIGHT: Final = 0.3
+"""Of the newest prefill leg in how far off all estimates are."""
 MAX_PAIRS: Final = 1024
 """Pairs of engines that are remembered; the least recently used go."""
 
@@ -185,22 +187,45 @@ class Learner:
         """All legs: what a pair that was never seen is taken for."""
         self._direct: dict[str, float] = {}
         """Decode engines that are slower alone than was thought, by how much."""
+        self._off: float | None = None
+        """How far off estimates of prefill legs are: the logarithm of a factor."""
 
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def update(self, prefill: str, decode: str, row: Row) -> None:
-        """Take in one leg of this pair."""
+    def update(self, prefill: str, decode: str, row: Row) -> float:
+        """Take in one leg of this pair.
+
+        Returns:
+            What it was expected to take, in seconds.
+        """
+        expected_s = self.rates(prefill, decode).leg_s(
+            num_pulled=row.num_pulled,
+            num_computed=row.num_computed,
+            num_tokens=row.num_tokens,
+        )
+        self._leg_took(row, expected_s)
         self.pair(prefill, decode).update(row)
         self._any.update(row)
+        return expected_s
+
+    def _leg_took(self, row: Row, expected_s: float) -> None:
+        alone_s = _bounded_s(row.seconds) / (1 + max(row.num_others, 0))
+        ratio = alone_s / max(expected_s, DIRECT_FLOOR_S)
+        off = math.log(min(max(ratio, 1 / MAX_DIRECT_FACTOR), MAX_DIRECT_FACTOR))
+        known = off if self._off is None else self._off
+        self._off = known + OFF_WEIGHT * (off - known)
 
     def direct_took(self, decode: str, *, seconds: float, expected_s: float) -> None:
         """A direct turn had its first token after so long.
 
         An engine without a prefix cache computes the whole history each time;
-        nothing but the time it takes tells.
+        nothing but the time it takes tells. But where prefill legs take as many
+        times what they were thought to, the prices are wrong and not the engine:
+        of a slow machine nothing is known at first.
         """
-        ratio = _bounded_s(seconds) / max(expected_s, DIRECT_FLOOR_S)
+        usual = math.exp(max(self._off or 0.0, 0.0))
+        ratio = _bounded_s(seconds) / max(expected_s * usual, DIRECT_FLOOR_S)
         bounded = min(max(ratio, 1.0), MAX_DIRECT_FACTOR)
         known = self.direct_factor(decode)
         self._direct[decode] = known + DIRECT_WEIGHT * (bounded - known)

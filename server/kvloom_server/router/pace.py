@@ -5,12 +5,14 @@ the least recently used are dropped beyond a bound.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
+from .estimate import UNKNOWN_NEW_TOKENS
 from .story import Mark, Reading, Story, read
 
 MAX_MARKS: Final = 16
@@ -58,6 +60,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_token: float | None = None
     prefilled_tokens: int = 0
     """Of the last prompt that prefill had, which it may have cached."""
+    num_new: int | None = None
+    """Tokens after the history, of the last turn that went on from one."""
     marks: tuple[tuple[str, Mark], ...] = ()
     """By turn id, newest first."""
 
@@ -70,6 +74,8 @@ class Paces:
     _paces: OrderedDict[bytes, Pace] = field(default_factory=OrderedDict)
     _usual: Gaps | None = None
     """The pauses of all conversations."""
+    _usual_new: int = UNKNOWN_NEW_TOKENS
+    """New tokens of the last turn of any conversation."""
 
     def __len__(self) -> int:
         return len(self._paces)
@@ -131,6 +137,18 @@ class Paces:
             turn_id: FRAME_TOKENS + round(CAUTION * num_bytes / per_token)
             for turn_id, num_bytes in reading.news.items()
         }
+
+    def grew(self, tag: bytes, news: Mapping[str, int]) -> None:
+        """A turn has come that goes on from these turns, with so much new."""
+        if news:
+            self._usual_new = min(news.values())
+            self._put(tag, replace(self.find(tag), num_new=self._usual_new))
+
+    def expected_new(self, tag: bytes) -> int:
+        """New tokens of the next turn: as many as of the last; before there was
+        one, as many as in other conversations."""
+        known = self.find(tag).num_new
+        return self._usual_new if known is None else known
 
     def gaps(self, tag: bytes) -> Gaps | None:
         """The conversation's pauses; before it had any, everybody's."""

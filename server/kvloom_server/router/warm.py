@@ -21,6 +21,7 @@ from .api import Api
 from .directory import Directory, Let
 from .engine import Engine, EngineLostError
 from .engines import Engines
+from .estimate import Load
 from .exact_turns import as_json, history_ids
 from .experience import Experience
 from .identity import new_turn_id
@@ -55,8 +56,8 @@ class WarmUpOutcome(StrEnum):
     WARM = "warm"
     """Prefill has read it, and the lease is released."""
     NOT_WORTH = "not_worth"
-    """``auto``: the pause is too short, too long or not known, or little is
-    saved."""
+    """``auto``: the pause is too short, too long or not known, little is saved,
+    or decode is likely to do the next turn alone."""
     NO_LEASE = "no_lease"
     """The turn left nothing to read, or that was not announced in time, or it
     ended before prefill had time."""
@@ -180,8 +181,7 @@ class Warmer:
         ref = self._lease_ref(lease)
         if engine is None or ref is None:
             return WarmUpOutcome.NO_ENGINE
-        is_auto = job.turn.mode is ReturnMode.AUTO
-        if is_auto and not self._experience.pays(job, lease, engine.name):
+        if not self._pays(job, lease, engine):
             return WarmUpOutcome.NOT_WORTH
         if len(self._tasks) >= MAX_WAITING:
             return WarmUpOutcome.DROPPED
@@ -195,6 +195,14 @@ class Warmer:
             lease=lease,
             ref=ref,
         )
+
+    def _pays(self, job: Job, lease: Lease, prefill: Engine) -> bool:
+        if job.turn.mode is not ReturnMode.AUTO:
+            return True
+        holder = self._engines.find(lease.engine)
+        others = holder.num_in_flight if holder is not None else 0
+        decoding = Load(num_in_flight=others)
+        return self._experience.pays(job, lease, prefill.name, decoding=decoding)
 
     def _engine(self, job: Job) -> Engine | None:
         """The prefill engine that the conversation's next turn will go to."""

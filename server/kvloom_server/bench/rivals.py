@@ -1,0 +1,130 @@
+"""What *stock* and *rival* of ``kvloom bench reuse`` are made of. Pure.
+
+Both drive a second pair of engines with vLLM's own NIXL connector, bidirectional
+transfer on, and otherwise the flags of kvloom's pair; ``stock_engine.py`` has the
+three things that are added to them. *stock* is ``stock_proxy.py``: vLLM's multi-turn
+example by its policy.
+
+*rival* is vllm-router 0.1.17 in P/D mode, sticky by ``X-Session-ID`` (consistent
+hashing), with what its program scheduling has switched on:
+
+- ``--enable-program-scheduling`` for requests with ``X-Session-ID`` (identity
+  ``auto``), a global queue, the decode engine's own capacity in tokens. Batch gain is
+  off because P/D mode refuses it.
+- of its ``pd`` part: warm remote reads, automatic TTL fitted online, and feedback.
+  ``local_append`` needs a calibration file and ``kv_events`` another hash of blocks.
+
+Its warm remote reads do not engage here, and no flag makes them: 0.1.17 reads only
+for ``/v1/completions`` with a prompt in token ids, and only from engines that answer
+``/pd_capabilities`` in its protocol ``vllm-0.28.0-pd-feedback-v1``, which no stock
+vLLM does (its ``pd_warm_remote.rs``: ``exact_request``, ``identify``). What is measured
+is what a chat client of it gets: a prefill engine that keeps its cache, or has lost it.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvloom_server.cluster.engine_args import (
+    CPU_RECOMPUTE_THRESHOLD,
+    Connector,
+    Device,
+    Role,
+)
+from kvloom_server.cluster.up import UpSettings
+
+from .contenders import LOOPBACK, vllm_router_command
+
+ENGINE: Final = "kvloom_server.bench.stock_engine"
+BLOCKS_TTL_S: Final = 20
+"""How long stock's decode keeps a finished turn for its next one. vLLM's default of
+480 s would have the turns that nobody reads (*rival*'s, everybody's last) starve this
+small decode engine within a minute; tools here take a second or two."""
+HANDLE_TTL_S: Final = BLOCKS_TTL_S * 450 / 480
+"""The same share of it as in vLLM's example."""
+CAPACITY_TOKENS: Final = 16_384
+"""KV that *rival* may count on: what a CPU engine with one GiB has, at least."""
+
+PROGRAMS: Final[dict[str, Any]] = {
+    "program_scheduling_enable_key": "auto",
+    "global_queue": True,
+    "token_capacity_per_target": CAPACITY_TOKENS,
+    "enable_batch_gain_admission": False,
+    "pd": {
+        "warm_remote": True,
+        "automatic_ttl": True,
+        "ttl_online": True,
+        "feedback": True,
+    },
+}
+
+
+def stock_settings(device: Device) -> UpSettings:
+    """The cluster of stock engines that both are put in front of."""
+    return UpSettings(
+        port=0,
+        returns="off",  # of the cluster's own router, which nobody asks
+        connector=Connector.STOCK,
+        has_dev_endpoints=True,
+        prefill_args=(_transfer_arg(Role.PREFILL, device),),
+        decode_args=(
+            _transfer_arg(Role.DECODE, device),
+            f"--middleware={ENGINE}.HandlesInStreams",
+        ),
+    )
+
+
+def _transfer_arg(role: Role, device: Device) -> str:
+    """Stands after the recipe's own, and so in its place."""
+    extra: dict[str, Any] = {
+        "bidirectional_kv_xfer": True,
+        "decoder_kv_blocks_ttl": BLOCKS_TTL_S,
+    }
+    if device is Device.CPU:
+        extra["kv_recompute_threshold"] = CPU_RECOMPUTE_THRESHOLD
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": ENGINE,
+        "kv_role": "kv_producer" if role is Role.PREFILL else "kv_consumer",
+        "kv_buffer_device": device.value,
+        "kv_connector_extra_config": extra,
+    }
+    return f"--kv-transfer-config={json.dumps(config)}"
+
+
+def stock_proxy_command(prefill: str, decode: str, port: int) -> list[str]:
+    """Starts the proxy of *stock*."""
+    return [
+        sys.executable,
+        "-m",
+        "kvloom_server.bench.stock_proxy",
+        f"--port={port}",
+        f"--prefill={prefill}",
+        f"--decode={decode}",
+        f"--ttl={HANDLE_TTL_S}",
+    ]
+
+
+def rival_command(prefill: str, decode: str, ports: Sequence[int]) -> list[str]:
+    """Starts vllm-router.
+
+    Args:
+        prefill: the prefill engine's URL.
+        decode: the decode engine's.
+        ports: its own and its metrics'.
+
+    Raises:
+        BenchUnavailableError: it is not installed.
+    """
+    port, metrics_port = ports
+    return [
+        *vllm_router_command(port, metrics_port),
+        "--vllm-pd-disaggregation",
+        "--kv-connector=nixl",
+        "--enable-program-scheduling",
+        f"--program-scheduling-config-json={json.dumps(PROGRAMS)}",
+        f"--prefill={prefill}",
+        f"--decode={decode}",
+        f"--prometheus-host={LOOPBACK}",
+    ]
