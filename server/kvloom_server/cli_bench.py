@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +21,14 @@ from rich.progress import (
 
 from .bench import layouts, pressure, proxies, reuse, sdk, simulate
 from .bench.contenders import BenchUnavailableError
+from .bench.converters import CONVERTERS
 from .bench.environment import arguments, environment
 from .bench.load import LoadError
 from .bench.processes import ProcessFailedError
 from .bench.results import Results
 from .bench.reuse_rows import Variant
 from .bench.tables import Layout, table
+from .bench.traces import Replay, TraceError, read_sessions, replayed, write_sessions
 from .cluster.console import say_error
 from .cluster.launch import ClusterError
 from .cluster.model import ModelUnavailableError
@@ -78,6 +81,16 @@ def reuse_(
     repeats: Repeats = None,
     seed: Seed = 0,
     variant: Variants = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Recorded sessions, instead of what is made up."),
+    ] = None,
+    sessions: Annotated[
+        int, typer.Option(min=1, help="So many of the trace, from its beginning.")
+    ] = 5,
+    gap_scale: Annotated[
+        float, typer.Option(min=0.0, help="Recorded pauses take so many times as long.")
+    ] = 1.0,
 ) -> None:
     r"""Conversations with a tool on real engines: one vLLM, returns off, lazy, eager,
     direct and auto; vLLM's own returns (stock) and vllm-router (rival); with prefill's
@@ -90,7 +103,12 @@ def reuse_(
     tool: no spread and no long histories. Without it: three conversations each from
     1,000, 2,000 and 4,000 tokens on, four turns.
     """
-    effort = reuse.effort(is_quick=quick, repeats=repeats, variants=variant or ())
+    recorded: list[Replay] = []
+    if trace is not None:
+        recorded = _replays(trace, limit=sessions, gap_scale=gap_scale)
+    effort = reuse.effort(
+        is_quick=quick, repeats=repeats, variants=variant or (), recorded=recorded
+    )
     # Lines, also on a terminal: the bar there is the benchmark's own.
     console = Console(stderr=True, force_terminal=False)
 
@@ -98,6 +116,50 @@ def reuse_(
         await reuse.measure(results, effort, seed=seed, console=console, step=step)
 
     _awaited(run, json, layouts.REUSE, total=effort.num_steps)
+
+
+def _replays(trace: Path, *, limit: int, gap_scale: float) -> list[Replay]:
+    with _plain_errors():
+        read = read_sessions(trace, limit=limit)
+    pause_s = reuse.TOOL_S
+    return [replayed(s, gap_scale=gap_scale, default_gap_s=pause_s) for s in read]
+
+
+class Recording(StrEnum):
+    """What ``kvloom bench convert`` reads."""
+
+    OPENAI = "openai"
+    TAU = "tau"
+    SWE_AGENT = "swe-agent"
+    MOONCAKE = "mooncake"
+
+
+@bench.command()
+def convert(
+    kind: Annotated[Recording, typer.Argument(help="What the file is.")],
+    file: Annotated[Path, typer.Argument(help="The recording.")],
+    out: Annotated[Path, typer.Argument(help="Gets the trace, JSON lines.")],
+) -> None:
+    """Turn what was recorded into a trace for `bench reuse --trace`.
+
+    Chat logs (openai), tau-bench's and SWE-agent's trajectories, Mooncake's traces.
+    """
+    with _plain_errors():
+        sessions = CONVERTERS[kind](file.read_bytes())
+        if not sessions:
+            raise TraceError(f"{file} holds no session")
+        write_sessions(out, sessions)
+    num_turns = sum(replayed(session).num_turns for session in sessions)
+    Console().print(f"{len(sessions)} sessions, {num_turns} turns: {out}")
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    try:
+        yield
+    except (TraceError, OSError) as error:
+        say_error(Console(stderr=True), str(error))
+        sys.exit(1)
 
 
 @bench.command("sdk")

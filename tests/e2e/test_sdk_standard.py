@@ -64,7 +64,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with served(responder=attentive) as here:
         yield Cluster(here.base_url, here.model, headers)
         is_named = {turn.conversation for turn in here.turns()}
-        assert is_named == {headers.get("X-Session-ID")}
+        # None at all where only tests were chosen that ask nothing.
+        assert is_named <= {headers.get("X-Session-ID")}
 
 
 @pytest.mark.anyio

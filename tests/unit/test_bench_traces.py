@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from kvloom_server.bench.converters import CONVERTERS
 from kvloom_server.bench.traces import (
@@ -15,6 +16,7 @@ from kvloom_server.bench.traces import (
     replayed,
     write_sessions,
 )
+from kvloom_server.cli import app
 
 SYSTEM = {"role": "system", "content": "You book flights."}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
@@ -219,3 +221,31 @@ def test_what_can_not_be_converted_is_said(kind, data):
     """Never a stack of library errors; an empty list has no sessions."""
     with suppress(TraceError):
         assert CONVERTERS[kind](data) == []
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
+
+
+def test_a_recording_is_converted_on_the_command_line(tmp_path):
+    """What comes out is what `bench reuse --trace` reads."""
+    log, trace = tmp_path / "log.jsonl", tmp_path / "trace.jsonl"
+    log.write_text(json.dumps({"messages": RECORD.messages}))
+    done = run("bench", "convert", "openai", log, trace)
+    assert done.exit_code == 0
+    assert "1 sessions, 3 turns" in done.output
+    assert replayed(read_sessions(trace)[0]).num_turns == 3
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"messages": []}'])
+def test_a_recording_of_no_use_is_one_sentence(tmp_path, text):
+    """On both ways in, before anything starts."""
+    file = tmp_path / "log.jsonl"
+    file.write_text(text)
+    for done in (
+        run("bench", "convert", "openai", file, tmp_path / "out"),
+        run("bench", "reuse", "--trace", file),
+    ):
+        assert done.exit_code == 1
+        assert done.output.startswith("error: ")
+        assert "Traceback" not in done.output

@@ -16,7 +16,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from .traces import Message, Session, TraceError
+from .talks import Message
+from .traces import Session, TraceError
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-Message = dict[str, Any]
+from .talks import Message
 
 TOKENS_A_LINE: Final = 24
 """About so many tokens of the bundled model."""
@@ -54,10 +54,16 @@ class Dialogue:
     opening: tuple[Message, ...]
     results: tuple[str, ...]
     """What the tool says before each turn after the first."""
+    tool_s: float
+    """How long the tool runs."""
 
     @property
     def num_turns(self) -> int:
         return len(self.results) + 1
+
+    def pause_s(self, turn: int) -> float:
+        """How long the tool runs before a turn (from 0)."""
+        return self.tool_s if turn else 0.0
 
     def prompt(self, turn: int) -> dict[str, Any]:
         """The fields of a request that a turn (from 0) has besides its messages."""
@@ -85,7 +91,14 @@ class Dialogue:
         return [*messages, answer, *(said or [{"role": "user", "content": text}])]
 
 
-def dialogue(*, seed: int, repeat: int, prefix_tokens: int, num_turns: int) -> Dialogue:
+def dialogue(
+    *,
+    seed: int,
+    repeat: int,
+    prefix_tokens: int,
+    num_turns: int,
+    tool_s: float = 0.0,
+) -> Dialogue:
     """The conversation of this seed, repeat and length; always the same."""
     name = f"{prefix_tokens}-{repeat}"
     chance = random.Random(f"{seed}/{name}")
@@ -98,6 +111,7 @@ def dialogue(*, seed: int, repeat: int, prefix_tokens: int, num_turns: int) -> D
             {"role": "system", "content": _TASK + handbook},
             {"role": "user", "content": question},
         ),
+        tool_s=tool_s,
         results=tuple(_lines(chance, RESULT_LINES) for _ in range(num_turns - 1)),
     )
 

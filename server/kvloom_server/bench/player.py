@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import aiohttp
 
-from .dialogues import Dialogue, Message, dialogue
+from .dialogues import dialogue
 from .results import Results
 from .reuse_rows import Place, PrefillCache, Variant, error_row, turn_row
+from .talks import Message, Talk
 from .ways import Ask, Asked, Contestant, TurnFailedError, forget
 
 NOT_ASKED: Final = "not asked: the turn before it failed"
@@ -39,7 +40,6 @@ class Player:
         model: the name to ask for.
         single: one ordinary vLLM, which says what is right.
         others: who serves the other variants.
-        tool_s: the pause between two turns.
     """
 
     def __init__(
@@ -49,11 +49,9 @@ class Player:
         model: str,
         single: Contestant,
         others: Mapping[Variant, Contestant],
-        tool_s: float,
     ) -> None:
         self._http = http
         self._model = model
-        self._tool_s = tool_s
         self._single = single
         self._contestants = {Variant.SINGLE: single, **others}
         self._truths: dict[tuple[int, ...], list[int]] = {}
@@ -71,7 +69,7 @@ class Player:
             await self.play(talk, variant, "kept", unseen)
 
     async def play(
-        self, talk: Dialogue, variant: Variant, cache: PrefillCache, results: Results
+        self, talk: Talk, variant: Variant, cache: PrefillCache, results: Results
     ) -> None:
         """Play it with a variant; *single* says what is right, so it comes first.
 
@@ -97,7 +95,7 @@ class Player:
             failure = NOT_ASKED
 
     async def _played(
-        self, talk: Dialogue, places: Sequence[Place]
+        self, talk: Talk, places: Sequence[Place]
     ) -> tuple[list[_Played], str]:
         """All turns up to the first that fails, and why that one did."""
         # Nobody finds what another variant has left in a cache.
@@ -119,11 +117,11 @@ class Player:
                 heard = asked.heard
                 messages = talk.next_messages(messages, heard.message, turn + 1)
                 history = heard.prompt_ids + heard.token_ids
-                await asyncio.sleep(self._tool_s)
+                await asyncio.sleep(talk.pause_s(turn + 1))
         return played, ""
 
     def _body(
-        self, talk: Dialogue, messages: Sequence[Message], turn: int, salt: str
+        self, talk: Talk, messages: Sequence[Message], turn: int, salt: str
     ) -> dict[str, Any]:
         return {
             "model": self._model,

@@ -11,7 +11,7 @@ nothing else going on, in an order that turns with each conversation.
 answer, as one that serves others has by the time the tool is done.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -34,6 +34,8 @@ from .processes import Processes, processes, without_settings
 from .results import Results
 from .reuse_rows import STOCK_ENGINES, PrefillCache, Variant, summary_rows
 from .rivals import rival_command, stock_proxy_command, stock_settings
+from .talks import Talk
+from .traces import Replay
 from .ways import TIMEOUT, Contestant, EngineWay, NamedWay, RouterWay, StockWay
 
 Step = Callable[[str], None]
@@ -66,6 +68,13 @@ class Effort:
     """Besides *single*."""
     tool_s: float = TOOL_S
     """How long every tool runs."""
+    recorded: tuple[Replay, ...] = ()
+    """Played instead of what is made up, if there are any."""
+
+    @property
+    def num_talks(self) -> int:
+        """How many conversations are played."""
+        return self.repeats * (len(self.recorded) or len(self.lengths))
 
     @property
     def needs_stock(self) -> bool:
@@ -82,14 +91,26 @@ class Effort:
         """How many of them are :func:`measure_on`'s."""
         played = 1 + len(self.variants) * len(CACHES)
         rehearsed = 1 + len(self.variants)
-        return rehearsed + self.repeats * len(self.lengths) * played
+        return rehearsed + self.num_talks * played
 
 
 def effort(
-    *, is_quick: bool, repeats: int | None, variants: Sequence[Variant] = ()
+    *,
+    is_quick: bool,
+    repeats: int | None,
+    variants: Sequence[Variant] = (),
+    recorded: Sequence[Replay] = (),
 ) -> Effort:
-    """What ``--quick``, ``--repeats`` and ``--variant`` stand for."""
+    """What ``--quick``, ``--repeats``, ``--variant`` and ``--trace`` stand for."""
     chosen = tuple(v for v in VARIANTS if not variants or v in variants)
+    if recorded:
+        return Effort(
+            lengths=(),
+            num_turns=0,
+            repeats=repeats or 1,
+            variants=chosen,
+            recorded=tuple(recorded),
+        )
     if is_quick:
         return Effort(
             lengths=(400,),
@@ -101,6 +122,22 @@ def effort(
     return Effort(
         lengths=(1000, 2000, 4000), num_turns=4, repeats=repeats or 3, variants=chosen
     )
+
+
+def talks(effort: Effort, *, seed: int) -> Iterator[Talk]:
+    """The conversations, in the order in which they are played."""
+    for repeat in range(effort.repeats):
+        if effort.recorded:
+            yield from effort.recorded
+            continue
+        for length in effort.lengths:
+            yield dialogue(
+                seed=seed,
+                repeat=repeat,
+                prefix_tokens=length,
+                num_turns=effort.num_turns,
+                tool_s=effort.tool_s,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +220,6 @@ async def measure_on(
                 way=EngineWay(http, pair.prefill.url), prefill=pair.prefill.url
             ),
             others=others,
-            tool_s=effort.tool_s,
         )
         await player.rehearse(seed, lambda variant: step(f"rehearsal: {variant}"))
         await _play_all(player, effort, seed=seed, results=results, step=step)
@@ -238,21 +274,14 @@ async def _play_all(
     player: Player, effort: Effort, *, seed: int, results: Results, step: Step
 ) -> None:
     turned = 0
-    for repeat in range(effort.repeats):
-        for length in effort.lengths:
-            talk = dialogue(
-                seed=seed,
-                repeat=repeat,
-                prefix_tokens=length,
-                num_turns=effort.num_turns,
-            )
-            step(f"{talk.name}: single")
-            await player.play(talk, Variant.SINGLE, "kept", results)
-            for cache in CACHES:
-                for variant in _turned(effort.variants, turned):
-                    step(f"{talk.name}: {variant}, cache {cache}")
-                    await player.play(talk, variant, cache, results)
-                turned += 1
+    for talk in talks(effort, seed=seed):
+        step(f"{talk.name}: single")
+        await player.play(talk, Variant.SINGLE, "kept", results)
+        for cache in CACHES:
+            for variant in _turned(effort.variants, turned):
+                step(f"{talk.name}: {variant}, cache {cache}")
+                await player.play(talk, variant, cache, results)
+            turned += 1
 
 
 def _turned(variants: Sequence[Variant], by: int) -> list[Variant]:

@@ -20,13 +20,13 @@ from typing import Any, Final
 
 import msgspec
 
-Message = dict[str, Any]
+from .talks import Message
 
 CALL_TOKENS: Final = 80
 SAY_TOKENS: Final = 24
 """Longest answers with a tool call, and in words: a replay measures what comes before
 an answer, not the answer."""
-MAX_LINE_BYTES: Final = 64 * 1024 * 1024
+LENGTH_STEP: Final = 500
 
 
 class TraceError(ValueError):
@@ -108,9 +108,11 @@ class Replay:
 
     @property
     def prefix_tokens(self) -> int:
-        """About so long is the first prompt: four characters a token."""
+        """About so long is the first prompt: four characters a token, in steps, so
+        that sessions of about one length share a row of a table."""
         shown = [*self.opening, *self.tools]
-        return sum(len(msgspec.json.encode(each)) for each in shown) // 4
+        num_tokens = sum(len(msgspec.json.encode(each)) for each in shown) / 4
+        return max(round(num_tokens / LENGTH_STEP), 1) * LENGTH_STEP
 
     @property
     def num_turns(self) -> int:
