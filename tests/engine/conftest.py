@@ -19,12 +19,27 @@ SMALL = (
 EXACT = "--engine-arg=--dtype=float32"
 
 
+SHARING = (
+    ("endpoints", "never_stuck", "return_modes", "right_answers", "soak"),
+    ("examples", "notebooks", "standard_suite"),
+)
+"""Files whose tests use the same cluster, which starts once if they run in a row."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything in this folder needs a real engine."""
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if item.path.parent == here:
             item.add_marker(pytest.mark.engine)
+    items.sort(key=lambda item: _cluster_of(item.path, here))
+
+
+def _cluster_of(file: Path, here: Path) -> int:
+    name = file.stem.removeprefix("test_") if file.parent == here else ""
+    sharing = (n for n, names in enumerate(SHARING) if name in names)
+    return next(sharing, len(SHARING))
 
 
 @pytest.fixture(scope="session")
