@@ -68,6 +68,8 @@ class Ticket:
     attempt: int = 0
     named: Named | None = None
     """``None`` without a conversation: nothing is kept."""
+    listeners: tuple[Events, ...] = ()
+    """Of the context it was sent in: its end may come in any other."""
     key: StoreKey | None = None
     mark: Mark | None = None
     plan: PlanReport | None = None
@@ -161,6 +163,7 @@ class Carrier:
                 turn=turn,
                 attempt=request.attempt,
                 named=named,
+                listeners=listeners(),
                 key=key,
                 mark=None if history is None else history.mark(),
             ),
@@ -202,7 +205,7 @@ class Carrier:
         ticket.is_settled = is_whole  # a stream's handle may follow its last choice
         if handle is not None and ticket.mark is not None and self._keeps_handles:
             stored = StoredHandle(handle=handle, history=ticket.mark, received_at=now)
-            ticket.has_handle = self._put(ticket.key, stored)
+            ticket.has_handle = self._put(ticket, ticket.key, stored)
         if self._times is not None:
             self._times.called(ticket.key, turn.tool_calls, now=now)
 
@@ -218,19 +221,18 @@ class Carrier:
         ticket.is_over = True
         ending = Ending.CLEAN if turn.has_ended else otherwise
         if ending is Ending.CLEAN and ticket.plan is None and not ticket.has_handle:
-            self._miss_handle(ticket.named, is_streamed=turn.is_streamed)
-        self.tell(
-            TurnEnded(
-                conversation=ticket.named.label,
-                attempt=ticket.attempt,
-                ending=ending,
-                plan=ticket.plan,
-                ttft_s=turn.ttft_s,
-                duration_s=self.clock() - turn.started_at,
-                has_handle=ticket.has_handle,
-                num_tool_calls=len(turn.tool_calls),
-            )
+            self._miss_handle(ticket, ticket.named, is_streamed=turn.is_streamed)
+        ended = TurnEnded(
+            conversation=ticket.named.label,
+            attempt=ticket.attempt,
+            ending=ending,
+            plan=ticket.plan,
+            ttft_s=turn.ttft_s,
+            duration_s=self.clock() - turn.started_at,
+            has_handle=ticket.has_handle,
+            num_tool_calls=len(turn.tool_calls),
         )
+        self._tell(ended, ticket.listeners)
 
     def failed(
         self, named: Named, attempt: int, *, error: BaseException, status: int | None
@@ -246,11 +248,14 @@ class Carrier:
         )
 
     def tell(self, event: Event) -> None:
-        """Passes an event on to whoever listens."""
-        if self._events is not None:
-            self._events(event)
-        for listener in listeners():
+        """Passes an event on to whoever listens in this context."""
+        self._tell(event, listeners())
+
+    def _tell(self, event: Event, listening: tuple[Events, ...]) -> None:
+        for listener in listening:
             listener(event)
+        if self._events is not None:  # last: it is the user's, and may raise
+            self._events(event)
 
     @property
     def is_ours(self) -> bool:
@@ -270,7 +275,7 @@ class Carrier:
         try:
             handle = self.store.pop(key, history, now=now)
         except HandleStoreError as error:
-            self.tell(StoreFailed(error=type(error.__cause__ or error).__name__))
+            self.tell(_failure_of(error))
             handle = None
         return handle, Carried.NOTHING_FITS if handle is None else Carried.HANDLE
 
@@ -283,11 +288,11 @@ class Carrier:
             return Carried.RETRY
         return Carried.NO_HISTORY if history is None else None
 
-    def _put(self, key: StoreKey, stored: StoredHandle) -> bool:
+    def _put(self, ticket: Ticket, key: StoreKey, stored: StoredHandle) -> bool:
         try:
             self.store.put(key, stored)
         except HandleStoreError as error:
-            self.tell(StoreFailed(error=type(error.__cause__ or error).__name__))
+            self._tell(_failure_of(error), ticket.listeners)
             return False
         return True
 
@@ -323,10 +328,11 @@ class Carrier:
         added: dict[str, object] = dict.fromkeys(keys, named.id)
         return added if handle is None else {**added, KV_TRANSFER_PARAMS: carry(handle)}
 
-    def _miss_handle(self, named: Named, *, is_streamed: bool) -> None:
+    def _miss_handle(self, ticket: Ticket, named: Named, *, is_streamed: bool) -> None:
         if not self._keeps_handles:
             return
-        self.tell(HandleMissing(conversation=named.label, is_streamed=is_streamed))
+        missing = HandleMissing(conversation=named.label, is_streamed=is_streamed)
+        self._tell(missing, ticket.listeners)
         if self._has_told_missing:
             return
         self._has_told_missing = True
@@ -335,6 +341,10 @@ class Carrier:
             "kvloom router, and turns are not carried. Point base_url at the router, "
             "or name the server's kind with kvloom_dialect (dialect in ChatKVLoom)"
         )
+
+
+def _failure_of(error: HandleStoreError) -> StoreFailed:
+    return StoreFailed(error=type(error.__cause__ or error).__name__)
 
 
 def _checked_carry(given: str) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from ._within import within
 from .protocol import conversation_id
 
 
@@ -46,9 +47,7 @@ class Conversation:
 Source = Callable[[], Conversation | None]
 """Tells the conversation when a request is made; for LangGraph's nodes."""
 
-_AMBIENT: ContextVar[Conversation | Source | None] = ContextVar(
-    "kvloom_conversation", default=None
-)
+_AMBIENT: ContextVar[Source | None] = ContextVar("kvloom_conversation", default=None)
 
 
 @contextmanager
@@ -56,6 +55,10 @@ def conversation(
     thread: str, *, lane: str = "", namespace: str | None = None
 ) -> Iterator[Conversation]:
     """Every kvloom client speaks in this conversation until the block ends.
+
+    A generator shares the context of whoever reads it: what runs between its steps
+    speaks in the conversation, too. Where several are read in turns, name the
+    conversation in each call: ``extra_headers={"X-Session-ID": conversation_id(…)}``.
 
     Args:
         thread: your own name of the thread; it is hashed, never sent.
@@ -66,21 +69,30 @@ def conversation(
         ValueError: ``thread`` is empty.
     """
     named = Conversation(thread=thread, lane=lane, namespace=namespace)
-    with speaking_in(named):
+    with speaking_in(lambda: named):
         yield named
 
 
 @contextmanager
-def speaking_in(ambient: Conversation | Source) -> Iterator[None]:
-    """Makes ``ambient`` the conversation of this context, or its source."""
-    token = _AMBIENT.set(ambient)
-    try:
+def speaking_in(source: Source) -> Iterator[None]:
+    """Has ``source`` tell the conversation of this context.
+
+    Where it knows none, the conversation around the block goes on.
+    """
+    around = _AMBIENT.get()
+
+    def told() -> Conversation | None:
+        named = source()
+        return _told_by(around) if named is None else named
+
+    with within(_AMBIENT, told):
         yield
-    finally:
-        _AMBIENT.reset(token)
 
 
 def current() -> Conversation | None:
     """The conversation of this context, if it has one."""
-    ambient = _AMBIENT.get()
-    return ambient() if callable(ambient) else ambient
+    return _told_by(_AMBIENT.get())
+
+
+def _told_by(source: Source | None) -> Conversation | None:
+    return None if source is None else source()

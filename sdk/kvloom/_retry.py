@@ -18,6 +18,7 @@ import tenacity
 
 from ._byte_stream import partial_text_of
 from ._interrupted import TurnInterruptedError
+from ._within import within
 from .telemetry import Event, TurnRetried
 
 MAX_WAIT_S: Final = 120.0
@@ -58,21 +59,15 @@ def retries(*, max_attempts: int | None = None, waits: bool = True) -> Iterator[
     """
     if max_attempts is not None and max_attempts < 1:
         raise ValueError("max_attempts must be at least 1: the first try is one")
-    token = _RULES.set(_Rules(max_attempts=max_attempts, waits=waits))
-    try:
+    with within(_RULES, _Rules(max_attempts=max_attempts, waits=waits)):
         yield
-    finally:
-        _RULES.reset(token)
 
 
 @contextmanager
 def attempting(attempt: int) -> Iterator[None]:
     """Requests that are built in this block are that attempt."""
-    token = _ATTEMPT.set(attempt)
-    try:
+    with within(_ATTEMPT, attempt):
         yield
-    finally:
-        _ATTEMPT.reset(token)
 
 
 def attempt_now() -> int:

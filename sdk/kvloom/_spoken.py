@@ -12,6 +12,8 @@ from contextvars import ContextVar
 from typing import Final, Protocol
 
 from ._conversation import Conversation, current
+from ._forks import renew_in_children
+from ._within import within
 
 MAX_THREADS: Final = 10_000
 """The threads that were silent longest are forgotten; their leases expire."""
@@ -28,9 +30,14 @@ class Spoken:
     """The conversations of each thread, and who spoke in them last."""
 
     def __init__(self, *, max_threads: int = MAX_THREADS) -> None:
-        self._lock = threading.Lock()
         self._max_threads = max_threads
         self._threads: OrderedDict[str, dict[tuple[str, str], Client]] = OrderedDict()
+        self.begin_in_child()
+        renew_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """Called after a fork."""
+        self._lock = threading.Lock()
 
     def add(self, thread: str, conversation_id: str, client: Client) -> None:
         """A turn is about to be taken."""
@@ -64,11 +71,8 @@ _HEARING: Final[ContextVar[tuple[Spoken, ...]]] = ContextVar(
 @contextmanager
 def hearing(spoken: Spoken) -> Iterator[None]:
     """Notes the conversations of this context in ``spoken``."""
-    token = _HEARING.set((*_HEARING.get(), spoken))
-    try:
+    with within(_HEARING, (*_HEARING.get(), spoken)):
         yield
-    finally:
-        _HEARING.reset(token)
 
 
 def note(client: Client, conversation_id: str, *, namespace: str) -> None:
