@@ -67,14 +67,14 @@ def test_a_block_may_end_in_a_context_that_knows_nothing_of_it(block: Any) -> No
 def test_a_block_that_ends_in_a_copy_of_its_context_ends_there() -> None:
     """What comes after the block is not in its conversation."""
     opened = kvloom.conversation("t")
-    opened.__enter__()
+    outer = contextvars.copy_context()
+    outer.run(opened.__enter__)
 
     def leave() -> object:
         opened.__exit__(None, None, None)
         return current()
 
-    assert contextvars.copy_context().run(leave) is None
-    opened.__exit__(None, None, None)
+    assert outer.copy().run(leave) is None
 
 
 def test_an_asynchronous_stream_may_be_closed_by_the_loop() -> None:
