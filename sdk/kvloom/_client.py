@@ -28,7 +28,7 @@ from ._follow import Follower, StreamError
 from ._interrupted import interruption
 from ._outgoing import GENERATION_PATHS, Named, Outgoing
 from ._spoken import note
-from .protocol import PLAN_HEADER, PlanReport
+from .protocol import PLAN_HEADER, PlanReport, is_conversation_id
 
 _TICKET: Final = "kvloom"
 """Where the transport's request keeps its ticket (never on the wire)."""
@@ -74,6 +74,12 @@ class Carrying(BaseClient[Any, Any]):
             yield named.id(default_namespace=namespace)
 
     def _end_url(self, conversation_id: str) -> str:
+        # Part of a URL: "../engines/d0" would end something else.
+        if not is_conversation_id(conversation_id):
+            raise ValueError(
+                f"{conversation_id[:40]!r} is no conversation ID: those that are sent "
+                "have 8 to 128 letters, digits, - or _"
+            )
         root = str(self.base_url).rstrip("/").removesuffix("/v1")
         return f"{root}/kvloom/conversations/{conversation_id}"
 
@@ -223,7 +229,12 @@ class SyncCarrying(Carrying):
         return self.end_conversation_id(self._id_of(thread, lane))
 
     def end_conversation_id(self, conversation_id: str) -> bool:
-        """As :meth:`end_conversation`, by the ID that is sent."""
+        """As :meth:`end_conversation`, by the ID that is sent.
+
+        Raises:
+            ValueError: it is no ID that could have been sent.
+            openai.APIError: the router did not do it.
+        """
         if not self._carrier.is_ours:
             return False
         me: Any = self

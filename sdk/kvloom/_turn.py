@@ -36,6 +36,7 @@ class Turn:
         "_finished",
         "_first_at",
         "_handle",
+        "_has_begun",
         "_is_broken",
         "_is_done",
         "_is_reported",
@@ -62,7 +63,8 @@ class Turn:
         self._is_streamed = is_streamed
         self._started_at = started_at
         self._first_at: float | None = None
-        self._finished: set[object] = set()
+        self._has_begun = False
+        self._finished: set[int] = set()
         self._handle: str | None = None
         self._is_broken = False
         self._is_reported = False
@@ -88,6 +90,11 @@ class Turn:
     def text(self) -> str:
         """What the first choice of a stream has said so far."""
         return "".join(self._text)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was said in a stream: text, reasoning, a tool call."""
+        return self._has_begun
 
     @property
     def tool_calls(self) -> Mapping[str, str]:
@@ -127,6 +134,7 @@ class Turn:
         self._note_ends(answer)
         self._calls.update(_calls_in(answer))
         if self._is_streamed:
+            self._has_begun = self._has_begun or _says_something(data)
             self._text += _text_in(data)
 
     def see_payload(self, payload: bytes, *, now: float) -> None:
@@ -161,19 +169,22 @@ class Turn:
 
     def _note_ends(self, answer: Mapping[str, Any]) -> None:
         if answer.get("object") == "response":
-            self._note_end(0, answer.get("status"), is_end=_is_ended(answer))
+            status = _name(answer.get("status"))
+            self._note_end(0, status, is_end=status in _ENDED)
         for choice in _choices(answer):
-            reason = choice.get("finish_reason")
-            self._note_end(choice.get("index", 0), reason, is_end=reason is not None)
+            index, reason = choice.get("index", 0), _name(choice.get("finish_reason"))
+            if isinstance(index, int):
+                self._note_end(index, reason, is_end=reason is not None)
 
-    def _note_end(self, index: object, reason: object, *, is_end: bool) -> None:
+    def _note_end(self, index: int, reason: str | None, *, is_end: bool) -> None:
         self._is_broken = self._is_broken or reason in _BROKEN
         if is_end:
             self._finished.add(index)
 
 
-def _is_ended(answer: Mapping[str, Any]) -> bool:
-    return answer.get("status") in _ENDED
+def _name(value: object) -> str | None:
+    """A word of the protocol; a foreign server may send whatever it likes."""
+    return value if isinstance(value, str) else None
 
 
 def _answer_in(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,6 +199,15 @@ def _choices(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _has_output(data: Mapping[str, Any]) -> bool:
     return bool(_choices(data)) or str(data.get("type", "")).endswith(".delta")
+
+
+def _says_something(data: Mapping[str, Any]) -> bool:
+    """Whether a chunk has more than a role, an end, or empty pieces."""
+    if str(data.get("type", "")).endswith(".delta"):
+        return bool(data.get("delta"))
+    deltas = [_object(choice.get("delta")) for choice in _choices(data)]
+    said = [value for delta in deltas for key, value in delta.items() if key != "role"]
+    return any(said) or any(choice.get("text") for choice in _choices(data))
 
 
 def _text_in(data: Mapping[str, Any]) -> list[str]:

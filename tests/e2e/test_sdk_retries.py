@@ -1,13 +1,14 @@
 """Retries of kvloom's clients: one layer, bounded, and never of a begun answer."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 from e2e.test_sdk_calls import HELLO, ID, NEXT, URL
-from e2e.test_sdk_fake import FakeRouter
+from e2e.test_sdk_fake import FakeRouter, http
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -235,6 +236,46 @@ def test_a_begun_answer_is_never_sent_again(
     with client.conversation("t"):
         _ask(client, NEXT)
     assert router.seen[-1].handle is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"error": WORKER_DIED},
+        {"id": "chatcmpl-" + "7" * 80, "choices": [], "error": WORKER_DIED},
+        {"error": "the decode engine died"},
+    ],
+    ids=["alone", "late", "text"],
+)
+@pytest.mark.parametrize("is_one_piece", [False, True])
+def test_every_form_of_an_error_event_is_an_interruption(
+    error: dict[str, Any], is_one_piece: bool
+) -> None:
+    """However the server words it, and though it came with the last words."""
+    delta = {"index": 0, "delta": {"content": "four"}, "finish_reason": None}
+    events = [f"data: {json.dumps(e)}\n\n" for e in ({"choices": [delta]}, error)]
+    pieces = ["".join(events)] if is_one_piece else events
+    client = OpenAI(base_url=URL, api_key="k", http_client=_speaking(pieces))
+
+    with client.conversation("t"), pytest.raises(TurnInterruptedError) as caught:
+        list(_ask(client, stream=True))
+
+    assert caught.value.message == "the decode engine died"
+    assert (caught.value.partial_text, caught.value.has_begun) == ("four", True)
+
+
+def _speaking(pieces: list[str]) -> Any:
+    """A client whose server streams these pieces."""
+
+    class Pieces(http.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            return (piece.encode() for piece in pieces)
+
+    headers = {"content-type": "text/event-stream"}
+    transport = http.MockTransport(
+        lambda _: http.Response(200, stream=Pieces(), headers=headers)
+    )
+    return http.Client(transport=transport)
 
 
 def test_the_errors_of_a_broken_stream_are_openais() -> None:
