@@ -128,7 +128,7 @@ class Carrier:
         self.clock = clock
         self._times = ToolTimes() if hints and self.dialect.is_kvloom else None
         self._events = events
-        self._has_told_missing = False
+        self._has_told_missing = self._has_told_store = False
         self._warn_of_raw_threads = warn_once()
 
     def named(self, request: Outgoing) -> Named | None:
@@ -275,7 +275,7 @@ class Carrier:
         try:
             handle = self.store.pop(key, history, now=now)
         except HandleStoreError as error:
-            self.tell(_failure_of(error))
+            self._fail_store(error, listeners())
             handle = None
         return handle, Carried.NOTHING_FITS if handle is None else Carried.HANDLE
 
@@ -292,7 +292,7 @@ class Carrier:
         try:
             self.store.put(key, stored)
         except HandleStoreError as error:
-            self._tell(_failure_of(error), ticket.listeners)
+            self._fail_store(error, ticket.listeners)
             return False
         return True
 
@@ -328,6 +328,20 @@ class Carrier:
         added: dict[str, object] = dict.fromkeys(keys, named.id)
         return added if handle is None else {**added, KV_TRANSFER_PARAMS: carry(handle)}
 
+    def _fail_store(
+        self, error: HandleStoreError, listening: tuple[Events, ...]
+    ) -> None:
+        failed = StoreFailed(error=type(error.__cause__ or error).__name__)
+        self._tell(failed, listening)
+        if self._has_told_store:
+            return
+        self._has_told_store = True
+        _LOG.warning(
+            "the store of handles cannot be used (%s): turns start cold as long as "
+            "that is so. It is said once; kvloom_events tells it each time",
+            failed.error,
+        )
+
     def _miss_handle(self, ticket: Ticket, named: Named, *, is_streamed: bool) -> None:
         if not self._keeps_handles:
             return
@@ -341,10 +355,6 @@ class Carrier:
             "kvloom router, and turns are not carried. Point base_url at the router, "
             "or name the server's kind with kvloom_dialect (dialect in ChatKVLoom)"
         )
-
-
-def _failure_of(error: HandleStoreError) -> StoreFailed:
-    return StoreFailed(error=type(error.__cause__ or error).__name__)
 
 
 def _checked_carry(given: str) -> str:

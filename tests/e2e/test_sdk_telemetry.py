@@ -236,8 +236,11 @@ class BrokenStore:
         raise HandleStoreError("gone") from OSError("no disk")
 
 
-def test_trouble_with_the_store_costs_the_handle_and_no_answer() -> None:
-    """The turn goes on, cold, and an event says why."""
+def test_trouble_with_the_store_costs_the_handle_and_no_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The turn goes on, cold, and an event says why; one line for those who do not
+    listen."""
     events: list[Event] = []
     client = _client(
         FakeRouter(), kvloom_store=BrokenStore(), kvloom_events=events.append
@@ -248,6 +251,8 @@ def test_trouble_with_the_store_costs_the_handle_and_no_answer() -> None:
 
     assert events[0] == StoreFailed(error="OSError")
     assert StoreFailed(error="OSError") in events[1:]
+    (line,) = caplog.messages
+    assert "store of handles cannot be used (OSError)" in line
 
 
 SECRETS = ("alice@example.com", "my own name", "2 + 2?", "four", "kvl1.", "3 + 3?")
