@@ -105,6 +105,7 @@ class Carrier:
         clock: seconds that never run backwards.
 
     Raises:
+        TypeError: an argument is not of its type.
         ValueError: ``returns``, ``carry`` or ``dialect`` is none of those there are.
     """
 
@@ -121,6 +122,10 @@ class Carrier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store: HandleStore = MemoryStore() if store is None else store
+        _check_type("store", self.store, HandleStore, "such as a kvloom.SQLiteStore")
+        _check_type("namespace", namespace, str, "empty where there is but one")
+        _check_type("events", events, Callable | None, "called with each event")
+        _check_type("clock", clock, Callable, "that tells seconds")
         self.namespace = namespace
         self.returns = None if returns is None else _return_mode(returns)
         self.carry = _checked_carry(carry)
@@ -355,6 +360,13 @@ class Carrier:
             "kvloom router, and turns are not carried. Point base_url at the router, "
             "or name the server's kind with kvloom_dialect (dialect in ChatKVLoom)"
         )
+
+
+def _check_type(name: str, given: object, wanted: Any, such_as: str) -> None:
+    if not isinstance(given, wanted):
+        kind = "a " + getattr(wanted, "__name__", "Callable")
+        has = type(given).__name__  # and not what it is, which may be a password
+        raise TypeError(f"{name} is of type {has}, and must be {kind}, {such_as}")
 
 
 def _checked_carry(given: str) -> str:

@@ -24,6 +24,13 @@ class Conversation:
     """``None`` leaves it to the client that sends the turn."""
 
     def __post_init__(self) -> None:
+        given = {"thread": self.thread, "lane": self.lane, "namespace": self.namespace}
+        for name, value in given.items():
+            if not isinstance(value, str) and (value is not None or name == "lane"):
+                raise TypeError(
+                    f"a conversation's {name} is a string, and this is of type "
+                    f"{type(value).__name__}: str(…) makes it one"
+                )
         if not self.thread:
             raise ValueError(
                 "a conversation needs a name: pass the thread's id, or leave the "
@@ -66,6 +73,7 @@ def conversation(
         namespace: whose thread it is; ``None`` is each client's own.
 
     Raises:
+        TypeError: one of them is no string.
         ValueError: ``thread`` is empty.
     """
     named = Conversation(thread=thread, lane=lane, namespace=namespace)

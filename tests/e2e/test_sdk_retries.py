@@ -185,6 +185,32 @@ def test_without_a_conversation_the_retries_are_openais_own() -> None:
     assert events == []
 
 
+@pytest.mark.parametrize("given", [None, "mine"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_attempts_of_a_turn_share_their_idempotency_key(
+    given: str | None, is_async: bool
+) -> None:
+    """Where somebody has openai's clients send one, as their subclasses may."""
+    router = FakeRouter(failures=[503, 503])
+    make = AsyncOpenAI if is_async else OpenAI
+    opened = router.async_client() if is_async else router.client()
+    client: Any = make(base_url=URL, api_key="k", http_client=opened)
+    client._idempotency_header = "Idempotency-Key"
+    post = {"body": {"model": "m"}, "cast_to": object}
+    post |= {"options": {"idempotency_key": given}} if given else {}
+
+    async def ask() -> None:
+        await client.post("/chat/completions", **post)
+
+    with client.conversation("t"):
+        asyncio.run(ask()) if is_async else client.post("/chat/completions", **post)
+
+    keys = [seen.headers["idempotency-key"] for seen in router.seen]
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+    assert given in (None, keys[0])
+
+
 def _drop(router: FakeRouter) -> None:
     router.drops_after = 3
 
