@@ -91,6 +91,16 @@ class Attachment:
     body: Mapping[str, object] = field(default_factory=dict)
 
 
+class Unshown(str):
+    """A handle on its way to the wire. openai 2 logs a request's JSON at DEBUG, in
+    Python's form: the prompt is its own to show, and the handle is not."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'kvl1.…'"
+
+
 class Carrier:
     """Carries handles from one turn to the next.
 
@@ -331,7 +341,8 @@ class Carrier:
     ) -> dict[str, object]:
         keys = (key for key in self.dialect.body if request.body.get(key) is None)
         added: dict[str, object] = dict.fromkeys(keys, named.id)
-        return added if handle is None else {**added, KV_TRANSFER_PARAMS: carry(handle)}
+        held = {} if handle is None else {KV_TRANSFER_PARAMS: carry(Unshown(handle))}
+        return {**added, **held}
 
     def _fail_store(
         self, error: HandleStoreError, listening: tuple[Events, ...]

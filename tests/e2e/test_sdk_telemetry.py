@@ -286,6 +286,27 @@ def test_nothing_private_is_told_or_logged(caplog: pytest.LogCaptureFixture) -> 
     assert [secret for secret in SECRETS if secret in told] == []
 
 
+def test_no_logger_at_all_is_told_a_handle(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor a thread's name: at DEBUG openai's own logger has the request, which in
+    openai 2 is its JSON, too."""
+    router = FakeRouter()
+    client = _client(router)
+    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "openai")
+
+    with client.conversation("alice@example.com"):
+        for stream in (False, True):
+            answer = _ask(client, stream=stream)
+            assert not stream or list(answer)
+            _ask(client, NEXT)
+
+    sent = [seen.handle for seen in router.seen if seen.handle]
+    assert len(sent) == 2
+    assert any(record.name.startswith("openai") for record in caplog.records)
+    for secret in (*sent, "alice@example.com"):
+        assert secret not in caplog.text
+
+
 def test_records_are_frozen() -> None:
     """What happened cannot be changed by whoever hears of it."""
     records = [getattr(telemetry, name) for name in telemetry.__all__]
