@@ -104,8 +104,12 @@ class _Followed:
             raise self._translate(self._follower, error)
 
     def _fail(self, error: Exception) -> NoReturn:
+        turn = self._follower.turn
         self._follower.close(is_broken=True)
         if self._translate is None:
-            note_begun(error, has_begun=self._follower.turn.has_begun)
+            note_begun(error, has_begun=turn.has_begun)
+        if self._translate is None or turn.is_done:
+            # After [DONE] openai reads on for the connection's sake alone, and knows
+            # its library's own errors: the answer is whole.
             raise error
         raise self._translate(self._follower, error) from error

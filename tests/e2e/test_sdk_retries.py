@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import openai
@@ -21,7 +21,7 @@ from kvloom.openai import (
     TurnInterruptedError,
     TurnTimeoutError,
 )
-from kvloom.telemetry import Event, TurnFailed, TurnRetried
+from kvloom.telemetry import Ending, Event, TurnEnded, TurnFailed, TurnRetried
 
 WORKER_DIED = {"message": "the decode engine died", "type": "server_error"}
 
@@ -290,18 +290,50 @@ def test_every_form_of_an_error_event_is_an_interruption(
     assert (caught.value.partial_text, caught.value.has_begun) == ("four", True)
 
 
-def _speaking(pieces: list[str]) -> Any:
-    """A client whose server streams these pieces."""
+def _speaking(pieces: list[str], *, is_async: bool = False, cut: bool = False) -> Any:
+    """A client whose server streams these pieces, and may cut the line after them."""
 
-    class Pieces(http.SyncByteStream):
+    class Pieces(http.SyncByteStream, http.AsyncByteStream):
         def __iter__(self) -> Iterator[bytes]:
-            return (piece.encode() for piece in pieces)
+            yield from (piece.encode() for piece in pieces)
+            if cut:
+                raise http.ReadError("the peer is gone")
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for piece in self:
+                yield piece
 
     headers = {"content-type": "text/event-stream"}
     transport = http.MockTransport(
         lambda _: http.Response(200, stream=Pieces(), headers=headers)
     )
-    return http.Client(transport=transport)
+    client = http.AsyncClient if is_async else http.Client
+    return client(transport=transport)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_line_that_is_cut_after_the_last_event_costs_nothing(is_async: bool) -> None:
+    """The answer is whole: it is no error, and its handle counts."""
+    handle = "kvl1." + "h" * 20
+    delta = {"index": 0, "delta": {"content": "four"}, "finish_reason": "stop"}
+    chunk = {"choices": [delta], "kv_transfer_params": {"kvloom": handle}}
+    pieces = [f"data: {json.dumps(chunk)}\n\n", "data: [DONE]\n\n"]
+    make: Any = AsyncOpenAI if is_async else OpenAI
+    opened = _speaking(pieces, is_async=is_async, cut=True)
+    events: list[Event] = []
+    client = make(
+        base_url=URL, api_key="k", http_client=opened, kvloom_events=events.append
+    )
+
+    async def read() -> list[Any]:
+        return [chunk async for chunk in await _ask(client, stream=True)]
+
+    with client.conversation("t"):
+        got = asyncio.run(read()) if is_async else list(_ask(client, stream=True))
+
+    assert [chunk.choices[0].delta.content for chunk in got] == ["four"]
+    (ended,) = [event for event in events if isinstance(event, TurnEnded)]
+    assert (ended.ending, ended.has_handle) == (Ending.CLEAN, True)
 
 
 def test_the_errors_of_a_broken_stream_are_openais() -> None:
