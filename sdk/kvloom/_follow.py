@@ -89,6 +89,7 @@ class Follower:
         self._lines = Lines()
         self._whole = bytearray()
         self._has_all = False
+        self._num_chunks = 0
 
     @property
     def turn(self) -> Turn:
@@ -128,16 +129,21 @@ class Follower:
         if is_broken:
             ending = Ending.BROKEN
         else:
-            is_all = self._has_all or self._turn.is_done
+            # What came in one piece with the end may not have been asked for.
+            is_read = not self._is_parsed or self._turn.num_seen >= self._num_chunks
+            is_all = self._has_all or (self._turn.is_done and is_read)
             ending = Ending.CUT if is_all else Ending.LEFT
         self._carrier.over(self._ticket, self._turn, ending)
 
     def _see(self, payload: bytes) -> StreamError | None:
         if not self._is_parsed:
             self._turn.see_payload(payload, now=self._carrier.clock())
-        elif payload == DONE:
+            return None
+        if payload == DONE:
             self._turn.see_done()
-        elif b'"error"' in payload and (body := _error_in(payload)):
+            return None
+        self._num_chunks += 1
+        if b'"error"' in payload and (body := _error_in(payload)):
             return StreamError(body)
         return None
 

@@ -43,6 +43,7 @@ class Turn:
         "_is_streamed",
         "_needs_done",
         "_num_choices",
+        "_num_seen",
         "_started_at",
         "_text",
     )
@@ -63,6 +64,7 @@ class Turn:
         self._is_streamed = is_streamed
         self._started_at = started_at
         self._first_at: float | None = None
+        self._num_seen = 0
         self._has_begun = False
         self._finished: set[int] = set()
         self._handle: str | None = None
@@ -85,6 +87,11 @@ class Turn:
     def is_streamed(self) -> bool:
         """Whether the answer comes in chunks."""
         return self._is_streamed
+
+    @property
+    def num_seen(self) -> int:
+        """How many chunks were taken in."""
+        return self._num_seen
 
     @property
     def text(self) -> str:
@@ -127,6 +134,7 @@ class Turn:
 
     def see(self, data: Mapping[str, Any], *, now: float) -> None:
         """Takes in a decoded answer, or the next chunk of one."""
+        self._num_seen += 1
         if self._first_at is None and _has_output(data):
             self._first_at = now
         answer = _answer_in(data)

@@ -107,10 +107,13 @@ def test_an_answer_that_is_not_whole_is_told_so(
     assert (ended.ending, ended.has_handle) == (ending, False)
 
 
-def test_an_answer_that_i_leave_is_told_so() -> None:
-    """Closing a stream early is neither clean nor broken."""
+@pytest.mark.parametrize("is_one_piece", [False, True])
+def test_an_answer_that_i_leave_is_told_so(is_one_piece: bool) -> None:
+    """Closing a stream early is neither clean nor broken, though all of it was there
+    already: the server has cut nothing."""
     events: list[Event] = []
-    client = _client(FakeRouter(), kvloom_events=events.append)
+    router = FakeRouter(is_one_piece=is_one_piece)
+    client = _client(router, kvloom_events=events.append)
 
     with client.conversation("t"), _ask(client, stream=True) as stream:
         next(iter(stream))
