@@ -70,6 +70,12 @@ class _Followed:
         self._follower = follower
         self._translate = translate
 
+    def __getattr__(self, name: str) -> Any:
+        # httpx2 keeps with its stream how long an answer took.
+        if name == "_inner":  # a copy in the making has none yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
     def __iter__(self) -> Iterator[bytes]:
         try:
             for chunk in self._inner:

@@ -198,4 +198,4 @@ def _body_of(request: Any) -> Mapping[str, object] | None:
 
 def _attempt_of(headers: Mapping[str, str]) -> int:
     count = headers.get(_RETRY_COUNT, "0")
-    return int(count) if count.isdigit() else 0
+    return int(count) if count.isdecimal() else 0

@@ -41,6 +41,19 @@ def _client(router: FakeRouter, library: ModuleType, **options: Any) -> Any:
     return OURS[library.__name__].Client(transport=transport, **options)
 
 
+@every_library
+@every_stream
+def test_an_answer_tells_how_long_it_took(library: ModuleType, stream: bool) -> None:
+    """And all else that the library's own answers tell."""
+    with _client(FakeRouter(), library) as client, kvloom.conversation("t"):
+        answer = client.post(
+            f"{URL}/chat/completions", json=_body(HELLO, stream=stream)
+        )
+
+    assert answer.elapsed.total_seconds() > 0
+    assert answer.is_closed
+
+
 def _answering(library: ModuleType, status: int, closed: list[bool]) -> Any:
     """A transport whose answers say when they are closed."""
 

@@ -346,6 +346,19 @@ def test_a_thread_is_named_by_a_string(thread: Any) -> None:
             block("t", lane=thread).__enter__()
 
 
+def test_a_raw_stream_tells_how_long_it_took() -> None:
+    """As openai's own does once it was read."""
+    client = _client(FakeRouter())
+
+    with client.conversation("t"):
+        raw: Any = client.chat.completions.with_raw_response.create(
+            model="m", messages=[], stream=True
+        )
+        assert list(raw.parse())
+
+    assert raw.elapsed.total_seconds() > 0
+
+
 def test_a_path_may_come_without_its_slash() -> None:
     """As openai's own ``post`` takes it."""
     router = FakeRouter()
