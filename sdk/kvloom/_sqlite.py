@@ -133,7 +133,8 @@ class SQLiteStore:
 
     def close(self) -> None:
         """Closes the file. A store that is used again opens it again."""
-        self._link.close()
+        if self._link.pid == os.getpid():  # else it is our parent's to close
+            self._link.close()
 
     def check_integrity(self) -> None:
         """Asserts what holds between any two calls."""

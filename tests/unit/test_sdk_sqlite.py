@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 from hypothesis import settings
-from unit.test_sdk_store import KEY, StoreMachine, _history, _stored
+from unit.test_sdk_store import KEY, StoreMachine, _history, _in_a_child, _stored
 
 from kvloom import HandleStore, HandleStoreError, SQLiteStore
 from kvloom._store import HANDLE_TTL_S
@@ -125,6 +125,24 @@ def test_a_forked_worker_uses_a_connection_of_its_own(path: Path) -> None:
 
     assert os.waitpid(child, 0)[1] == 0
     assert store.pop(KEY, _history("a"), now=0) == "child"
+    store.close()
+
+
+def test_a_forked_worker_closes_nothing_of_its_parents(path: Path) -> None:
+    """Nor does it wait for a thread that was at work in the store: there is none."""
+    store = SQLiteStore(path)
+    store.put(KEY, _stored("parent", "a"))
+
+    def is_right() -> bool:
+        store.close()
+        store.put(KEY, _stored("child", "a", "b"))
+        store.close()
+        return True
+
+    with store._link._lock:
+        assert _in_a_child(is_right)
+    assert store.pop(KEY, _history("a", "b"), now=0) == "child"
+    assert store.pop(KEY, _history("a"), now=0) == "parent"
     store.close()
 
 
