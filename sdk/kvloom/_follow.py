@@ -139,8 +139,8 @@ class Follower:
         if not self._is_parsed:
             self._turn.see_payload(payload, now=self._carrier.clock())
             return None
-        if payload == DONE:
-            self._turn.see_done()
+        if self._turn.is_done or payload.startswith(DONE):  # as openai's parser
+            self._turn.see_done()  # whatever follows is not read
             return None
         self._num_chunks += 1
         if b'"error"' in payload and (body := _error_in(payload)):

@@ -147,7 +147,7 @@ class Turn:
 
     def see_payload(self, payload: bytes, *, now: float) -> None:
         """Takes in a whole answer, or one event of a stream, as bytes."""
-        if payload == DONE:
+        if payload.startswith(DONE):
             self.see_done()
             return
         try:

@@ -312,12 +312,14 @@ def _speaking(pieces: list[str], *, is_async: bool = False, cut: bool = False) -
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_line_that_is_cut_after_the_last_event_costs_nothing(is_async: bool) -> None:
-    """The answer is whole: it is no error, and its handle counts."""
+def test_trouble_after_the_last_event_costs_nothing(is_async: bool) -> None:
+    """An error event, a line that is cut: the answer is whole, and its handle
+    counts."""
     handle = "kvl1." + "h" * 20
     delta = {"index": 0, "delta": {"content": "four"}, "finish_reason": "stop"}
     chunk = {"choices": [delta], "kv_transfer_params": {"kvloom": handle}}
     pieces = [f"data: {json.dumps(chunk)}\n\n", "data: [DONE]\n\n"]
+    pieces.append(f"data: {json.dumps({'error': WORKER_DIED})}\n\n")
     make: Any = AsyncOpenAI if is_async else OpenAI
     opened = _speaking(pieces, is_async=is_async, cut=True)
     events: list[Event] = []
