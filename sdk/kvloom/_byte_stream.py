@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 from ._follow import Follower, StreamError
 
-_PARTIAL_TEXT: Final = "kvloom_partial_text"
+_HAS_BEGUN: Final = "kvloom_has_begun"
 
 Translate = Callable[[Follower, Exception | StreamError], Exception]
 """Makes of a transport's failure, or of an error event, what the caller is told."""
@@ -31,15 +31,16 @@ def follow(
     response.stream = _followed(http)(response.stream, follower, translate)
 
 
-def note_partial_text(error: Exception, text: str) -> None:
-    """Keeps with a failure what its answer had said before."""
-    setattr(error, _PARTIAL_TEXT, text)
+def note_begun(error: Exception, *, has_begun: bool) -> None:
+    """Keeps with a failure whether its answer had said anything before."""
+    setattr(error, _HAS_BEGUN, has_begun)
 
 
-def partial_text_of(error: BaseException | None) -> str | None:
-    """What an answer had said before it failed so; ``None``: it had not begun."""
-    text = getattr(error, _PARTIAL_TEXT, None)
-    return text if isinstance(text, str) else None
+def has_begun(error: BaseException | None) -> bool | None:
+    """Whether an answer had said anything before it failed so; ``None`` when
+    it was no answer that failed."""
+    noted = getattr(error, _HAS_BEGUN, None)
+    return noted if isinstance(noted, bool) else None
 
 
 def _library_of(response: object) -> str:
@@ -68,6 +69,12 @@ class _Followed:
         self._inner = inner
         self._follower = follower
         self._translate = translate
+
+    def __getattr__(self, name: str) -> Any:
+        # httpx2 keeps with its stream how long an answer took.
+        if name == "_inner":  # a copy in the making has none yet
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
     def __iter__(self) -> Iterator[bytes]:
         try:
@@ -103,8 +110,12 @@ class _Followed:
             raise self._translate(self._follower, error)
 
     def _fail(self, error: Exception) -> NoReturn:
+        turn = self._follower.turn
         self._follower.close(is_broken=True)
         if self._translate is None:
-            note_partial_text(error, self._follower.turn.text)
+            note_begun(error, has_begun=turn.has_begun)
+        if self._translate is None or turn.is_done:
+            # After [DONE] openai reads on for the connection's sake alone, and knows
+            # its library's own errors: the answer is whole.
             raise error
         raise self._translate(self._follower, error) from error

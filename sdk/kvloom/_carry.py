@@ -68,6 +68,8 @@ class Ticket:
     attempt: int = 0
     named: Named | None = None
     """``None`` without a conversation: nothing is kept."""
+    listeners: tuple[Events, ...] = ()
+    """Of the context it was sent in: its end may come in any other."""
     key: StoreKey | None = None
     mark: Mark | None = None
     plan: PlanReport | None = None
@@ -89,6 +91,16 @@ class Attachment:
     body: Mapping[str, object] = field(default_factory=dict)
 
 
+class Unshown(str):
+    """A handle on its way to the wire. openai 2 logs a request's JSON at DEBUG, in
+    Python's form: the prompt is its own to show, and the handle is not."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'kvl1.…'"
+
+
 class Carrier:
     """Carries handles from one turn to the next.
 
@@ -103,6 +115,7 @@ class Carrier:
         clock: seconds that never run backwards.
 
     Raises:
+        TypeError: an argument is not of its type.
         ValueError: ``returns``, ``carry`` or ``dialect`` is none of those there are.
     """
 
@@ -119,6 +132,10 @@ class Carrier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store: HandleStore = MemoryStore() if store is None else store
+        _check_type("store", self.store, HandleStore, "such as a kvloom.SQLiteStore")
+        _check_type("namespace", namespace, str, "empty where there is but one")
+        _check_type("events", events, Callable | None, "called with each event")
+        _check_type("clock", clock, Callable, "that tells seconds")
         self.namespace = namespace
         self.returns = None if returns is None else _return_mode(returns)
         self.carry = _checked_carry(carry)
@@ -126,7 +143,7 @@ class Carrier:
         self.clock = clock
         self._times = ToolTimes() if hints and self.dialect.is_kvloom else None
         self._events = events
-        self._has_told_missing = False
+        self._has_told_missing = self._has_told_store = False
         self._warn_of_raw_threads = warn_once()
 
     def named(self, request: Outgoing) -> Named | None:
@@ -161,6 +178,7 @@ class Carrier:
                 turn=turn,
                 attempt=request.attempt,
                 named=named,
+                listeners=listeners(),
                 key=key,
                 mark=None if history is None else history.mark(),
             ),
@@ -202,7 +220,7 @@ class Carrier:
         ticket.is_settled = is_whole  # a stream's handle may follow its last choice
         if handle is not None and ticket.mark is not None and self._keeps_handles:
             stored = StoredHandle(handle=handle, history=ticket.mark, received_at=now)
-            ticket.has_handle = self._put(ticket.key, stored)
+            ticket.has_handle = self._put(ticket, ticket.key, stored)
         if self._times is not None:
             self._times.called(ticket.key, turn.tool_calls, now=now)
 
@@ -218,19 +236,18 @@ class Carrier:
         ticket.is_over = True
         ending = Ending.CLEAN if turn.has_ended else otherwise
         if ending is Ending.CLEAN and ticket.plan is None and not ticket.has_handle:
-            self._miss_handle(ticket.named, is_streamed=turn.is_streamed)
-        self.tell(
-            TurnEnded(
-                conversation=ticket.named.label,
-                attempt=ticket.attempt,
-                ending=ending,
-                plan=ticket.plan,
-                ttft_s=turn.ttft_s,
-                duration_s=self.clock() - turn.started_at,
-                has_handle=ticket.has_handle,
-                num_tool_calls=len(turn.tool_calls),
-            )
+            self._miss_handle(ticket, ticket.named, is_streamed=turn.is_streamed)
+        ended = TurnEnded(
+            conversation=ticket.named.label,
+            attempt=ticket.attempt,
+            ending=ending,
+            plan=ticket.plan,
+            ttft_s=turn.ttft_s,
+            duration_s=self.clock() - turn.started_at,
+            has_handle=ticket.has_handle,
+            num_tool_calls=len(turn.tool_calls),
         )
+        self._tell(ended, ticket.listeners)
 
     def failed(
         self, named: Named, attempt: int, *, error: BaseException, status: int | None
@@ -246,11 +263,14 @@ class Carrier:
         )
 
     def tell(self, event: Event) -> None:
-        """Passes an event on to whoever listens."""
-        if self._events is not None:
-            self._events(event)
-        for listener in listeners():
+        """Passes an event on to whoever listens in this context."""
+        self._tell(event, listeners())
+
+    def _tell(self, event: Event, listening: tuple[Events, ...]) -> None:
+        for listener in listening:
             listener(event)
+        if self._events is not None:  # last: it is the user's, and may raise
+            self._events(event)
 
     @property
     def is_ours(self) -> bool:
@@ -270,7 +290,7 @@ class Carrier:
         try:
             handle = self.store.pop(key, history, now=now)
         except HandleStoreError as error:
-            self.tell(StoreFailed(error=type(error.__cause__ or error).__name__))
+            self._fail_store(error, listeners())
             handle = None
         return handle, Carried.NOTHING_FITS if handle is None else Carried.HANDLE
 
@@ -283,11 +303,11 @@ class Carrier:
             return Carried.RETRY
         return Carried.NO_HISTORY if history is None else None
 
-    def _put(self, key: StoreKey, stored: StoredHandle) -> bool:
+    def _put(self, ticket: Ticket, key: StoreKey, stored: StoredHandle) -> bool:
         try:
             self.store.put(key, stored)
         except HandleStoreError as error:
-            self.tell(StoreFailed(error=type(error.__cause__ or error).__name__))
+            self._fail_store(error, ticket.listeners)
             return False
         return True
 
@@ -321,12 +341,28 @@ class Carrier:
     ) -> dict[str, object]:
         keys = (key for key in self.dialect.body if request.body.get(key) is None)
         added: dict[str, object] = dict.fromkeys(keys, named.id)
-        return added if handle is None else {**added, KV_TRANSFER_PARAMS: carry(handle)}
+        held = {} if handle is None else {KV_TRANSFER_PARAMS: carry(Unshown(handle))}
+        return {**added, **held}
 
-    def _miss_handle(self, named: Named, *, is_streamed: bool) -> None:
+    def _fail_store(
+        self, error: HandleStoreError, listening: tuple[Events, ...]
+    ) -> None:
+        failed = StoreFailed(error=type(error.__cause__ or error).__name__)
+        self._tell(failed, listening)
+        if self._has_told_store:
+            return
+        self._has_told_store = True
+        _LOG.warning(
+            "the store of handles cannot be used (%s): turns start cold as long as "
+            "that is so. It is said once; kvloom_events tells it each time",
+            failed.error,
+        )
+
+    def _miss_handle(self, ticket: Ticket, named: Named, *, is_streamed: bool) -> None:
         if not self._keeps_handles:
             return
-        self.tell(HandleMissing(conversation=named.label, is_streamed=is_streamed))
+        missing = HandleMissing(conversation=named.label, is_streamed=is_streamed)
+        self._tell(missing, ticket.listeners)
         if self._has_told_missing:
             return
         self._has_told_missing = True
@@ -335,6 +371,13 @@ class Carrier:
             "kvloom router, and turns are not carried. Point base_url at the router, "
             "or name the server's kind with kvloom_dialect (dialect in ChatKVLoom)"
         )
+
+
+def _check_type(name: str, given: object, wanted: Any, such_as: str) -> None:
+    if not isinstance(given, wanted):
+        kind = "a " + getattr(wanted, "__name__", "Callable")
+        has = type(given).__name__  # and not what it is, which may be a password
+        raise TypeError(f"{name} is of type {has}, and must be {kind}, {such_as}")
 
 
 def _checked_carry(given: str) -> str:

@@ -21,6 +21,7 @@ from openai._constants import RAW_RESPONSE_HEADER
 from openai._models import FinalRequestOptions
 
 from . import _retry
+from ._arguments import taken
 from ._byte_stream import follow
 from ._carry import Carrier, Ticket
 from ._conversation import Conversation, conversation
@@ -28,7 +29,7 @@ from ._follow import Follower, StreamError
 from ._interrupted import interruption
 from ._outgoing import GENERATION_PATHS, Named, Outgoing
 from ._spoken import note
-from .protocol import PLAN_HEADER, PlanReport
+from .protocol import PLAN_HEADER, PlanReport, is_conversation_id
 
 _TICKET: Final = "kvloom"
 """Where the transport's request keeps its ticket (never on the wire)."""
@@ -43,13 +44,8 @@ class Carrying(BaseClient[Any, Any]):
 
     def _take(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Takes our arguments, and returns openai's."""
-        ours = {k: v for k, v in options.items() if k.startswith("kvloom_")}
-        carrier = ours.pop("kvloom_carrier", None)
-        if carrier is None:
-            own = {k.removeprefix("kvloom_"): v for k, v in ours.items()}
-            carrier = Carrier(**own)
-        self._carrier = carrier
-        return {k: v for k, v in options.items() if not k.startswith("kvloom_")}
+        self._carrier, rest = taken(options)
+        return rest
 
     @contextmanager
     def conversation(self, thread: str, *, lane: str = "") -> Iterator[str]:
@@ -67,13 +63,20 @@ class Carrying(BaseClient[Any, Any]):
             The conversation ID that is sent.
 
         Raises:
-            ValueError: ``thread`` is empty.
+            TypeError: one of them is no string.
+        ValueError: ``thread`` is empty.
         """
         namespace = self._carrier.namespace
         with conversation(thread, lane=lane, namespace=namespace) as named:
             yield named.id(default_namespace=namespace)
 
     def _end_url(self, conversation_id: str) -> str:
+        # Part of a URL: "../engines/d0" would end something else.
+        if not is_conversation_id(conversation_id):
+            raise ValueError(
+                f"{conversation_id[:40]!r} is no conversation ID: those that are sent "
+                "have 8 to 128 letters, digits, - or _"
+            )
         root = str(self.base_url).rstrip("/").removesuffix("/v1")
         return f"{root}/kvloom/conversations/{conversation_id}"
 
@@ -151,15 +154,15 @@ class Carrying(BaseClient[Any, Any]):
     def _outgoing(
         self, options: FinalRequestOptions, *, attempt: int
     ) -> Outgoing | None:
-        body = options.json_data
-        is_generation = options.url in GENERATION_PATHS
+        body, path = options.json_data, _path_of(options.url)
+        is_generation = path in GENERATION_PATHS
         if not (
             is_generation and options.method.lower() == "post" and _is_object(body)
         ):
             return None
         return Outgoing(
             endpoint=str(self.base_url),
-            path=options.url,
+            path=path,
             headers=_given(options.headers),
             default_headers=self._custom_headers,
             body={**body, **(options.extra_json or {})},
@@ -180,6 +183,13 @@ class Carrying(BaseClient[Any, Any]):
         """The conversation of a request that is not built yet."""
         outgoing = self._outgoing(options, attempt=0)
         return None if outgoing is None else self._carrier.named(outgoing)
+
+    def _once(self, options: FinalRequestOptions) -> FinalRequestOptions:
+        """A request that openai sends once, with one key for all attempts."""
+        once = model_copy(options)
+        once.max_retries = 0
+        once.idempotency_key = options.idempotency_key or self._idempotency_key()
+        return once
 
     def _max_attempts(self, options: FinalRequestOptions) -> int | None:
         """``None`` when openai shall say what is wrong with ``max_retries``."""
@@ -217,13 +227,19 @@ class SyncCarrying(Carrying):
             servers that are no kvloom router (``kvloom_dialect``).
 
         Raises:
-            ValueError: ``thread`` is empty.
+            TypeError: one of them is no string.
+        ValueError: ``thread`` is empty.
             openai.APIError: the router did not do it.
         """
         return self.end_conversation_id(self._id_of(thread, lane))
 
     def end_conversation_id(self, conversation_id: str) -> bool:
-        """As :meth:`end_conversation`, by the ID that is sent."""
+        """As :meth:`end_conversation`, by the ID that is sent.
+
+        Raises:
+            ValueError: it is no ID that could have been sent.
+            openai.APIError: the router did not do it.
+        """
         if not self._carrier.is_ours:
             return False
         me: Any = self
@@ -236,10 +252,11 @@ class SyncCarrying(Carrying):
             send, attempts = super().request, count()
             if named is None or limit is None:
                 return send(cast_to, options, **how)
+            options = self._once(options)
 
             def once():
                 with self._attempt(named, next(attempts)):
-                    return send(cast_to, _without_retries(options), **how)
+                    return send(cast_to, options, **how)
 
             plan = _retry.plan_of(limit, self._carrier.tell, time.sleep, _no_sleep)
             return tenacity.Retrying(**plan)(once)
@@ -267,10 +284,11 @@ class AsyncCarrying(Carrying):
             send, attempts = super().request, count()
             if named is None or limit is None:
                 return await send(cast_to, options, **how)
+            options = self._once(options)
 
             async def once():
                 with self._attempt(named, next(attempts)):
-                    return await send(cast_to, _without_retries(options), **how)
+                    return await send(cast_to, options, **how)
 
             plan = _retry.plan_of(
                 limit, self._carrier.tell, asyncio.sleep, _no_async_sleep
@@ -299,10 +317,9 @@ def _is_object(body: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(body, Mapping)
 
 
-def _without_retries(options: FinalRequestOptions) -> FinalRequestOptions:
-    once = model_copy(options)
-    once.max_retries = 0
-    return once
+def _path_of(url: str) -> str:
+    """openai takes a path with or without its slash."""
+    return url if url.startswith("/") else f"/{url}"
 
 
 def _no_sleep(_: float) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from ._within import within
 from .protocol import conversation_id
 
 
@@ -23,6 +24,13 @@ class Conversation:
     """``None`` leaves it to the client that sends the turn."""
 
     def __post_init__(self) -> None:
+        given = {"thread": self.thread, "lane": self.lane, "namespace": self.namespace}
+        for name, value in given.items():
+            if not isinstance(value, str) and (value is not None or name == "lane"):
+                raise TypeError(
+                    f"a conversation's {name} is a string, and this is of type "
+                    f"{type(value).__name__}: str(…) makes it one"
+                )
         if not self.thread:
             raise ValueError(
                 "a conversation needs a name: pass the thread's id, or leave the "
@@ -46,9 +54,7 @@ class Conversation:
 Source = Callable[[], Conversation | None]
 """Tells the conversation when a request is made; for LangGraph's nodes."""
 
-_AMBIENT: ContextVar[Conversation | Source | None] = ContextVar(
-    "kvloom_conversation", default=None
-)
+_AMBIENT: ContextVar[Source | None] = ContextVar("kvloom_conversation", default=None)
 
 
 @contextmanager
@@ -57,30 +63,44 @@ def conversation(
 ) -> Iterator[Conversation]:
     """Every kvloom client speaks in this conversation until the block ends.
 
+    A generator shares the context of whoever reads it: what runs between its steps
+    speaks in the conversation, too. Where several are read in turns, name the
+    conversation in each call: ``extra_headers={"X-Session-ID": conversation_id(…)}``.
+
     Args:
         thread: your own name of the thread; it is hashed, never sent.
         lane: one chain of reasoning inside the thread.
         namespace: whose thread it is; ``None`` is each client's own.
 
     Raises:
+        TypeError: one of them is no string.
         ValueError: ``thread`` is empty.
     """
     named = Conversation(thread=thread, lane=lane, namespace=namespace)
-    with speaking_in(named):
+    with speaking_in(lambda: named):
         yield named
 
 
 @contextmanager
-def speaking_in(ambient: Conversation | Source) -> Iterator[None]:
-    """Makes ``ambient`` the conversation of this context, or its source."""
-    token = _AMBIENT.set(ambient)
-    try:
+def speaking_in(source: Source) -> Iterator[None]:
+    """Has ``source`` tell the conversation of this context.
+
+    Where it knows none, the conversation around the block goes on.
+    """
+    around = _AMBIENT.get()
+
+    def told() -> Conversation | None:
+        named = source()
+        return _told_by(around) if named is None else named
+
+    with within(_AMBIENT, told):
         yield
-    finally:
-        _AMBIENT.reset(token)
 
 
 def current() -> Conversation | None:
     """The conversation of this context, if it has one."""
-    ambient = _AMBIENT.get()
-    return ambient() if callable(ambient) else ambient
+    return _told_by(_AMBIENT.get())
+
+
+def _told_by(source: Source | None) -> Conversation | None:
+    return None if source is None else source()

@@ -5,10 +5,11 @@ error events; answers that nobody parses are read here alone.
 """
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ._carry import Carrier, Ticket
 from ._turn import DONE, Turn
@@ -19,32 +20,42 @@ _MAX_WHOLE_BYTES: Final = 32 * 2**20
 
 _DATA: Final = b"data:"
 
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+
 
 class Lines:
-    """The ``data`` lines of a stream of events, out of bytes cut anywhere."""
+    """The ``data`` lines of a stream of events, out of bytes cut anywhere.
+
+    A byte is looked at once, however long its line is.
+    """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._begun: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[tuple[int, bytes]]:
         """Each data line that ``chunk`` completes: where in ``chunk`` it begins
         (0 if before), and its payload."""
-        start = -len(self._rest)
-        *whole, rest = (self._rest + chunk).split(b"\n")
-        self._rest = rest
-        for line in whole:
-            if line.startswith(_DATA):
-                yield max(start, 0), line[len(_DATA) :].strip()
-            start += len(line) + 1
+        start = 0
+        for end in _LINE_END.finditer(chunk):  # a CRLF that is cut is two ends
+            self._begun.append(chunk[start : end.start()])
+            for payload in self.end():
+                yield start, payload
+            start = end.end()
+        self._begun.append(chunk[start:])
+
+    def end(self) -> Iterator[bytes]:
+        """The payload of the last line, if it is one of data: nothing more comes."""
+        line = b"".join(self._begun)
+        self._begun.clear()
+        if line.startswith(_DATA):
+            yield line[len(_DATA) :].strip()
 
 
 @dataclass(frozen=True, slots=True)
 class StreamError:
     """An error event, which stands for the end of an answer."""
 
-    body: Mapping[str, Any]
-    text: str
-    """What the answer had said before."""
+    body: object
 
 
 class Follower:
@@ -78,6 +89,7 @@ class Follower:
         self._lines = Lines()
         self._whole = bytearray()
         self._has_all = False
+        self._num_chunks = 0
 
     @property
     def turn(self) -> Turn:
@@ -108,6 +120,8 @@ class Follower:
         if not self._is_events and self._whole:
             self._turn.see_payload(bytes(self._whole), now=self._carrier.clock())
             self._whole.clear()
+        for payload in self._lines.end():
+            self._see(payload)
         self._carrier.settle(self._ticket, self._turn)
 
     def close(self, *, is_broken: bool = False) -> None:
@@ -115,17 +129,22 @@ class Follower:
         if is_broken:
             ending = Ending.BROKEN
         else:
-            is_all = self._has_all or self._turn.is_done
+            # What came in one piece with the end may not have been asked for.
+            is_read = not self._is_parsed or self._turn.num_seen >= self._num_chunks
+            is_all = self._has_all or (self._turn.is_done and is_read)
             ending = Ending.CUT if is_all else Ending.LEFT
         self._carrier.over(self._ticket, self._turn, ending)
 
     def _see(self, payload: bytes) -> StreamError | None:
         if not self._is_parsed:
             self._turn.see_payload(payload, now=self._carrier.clock())
-        elif payload == DONE:
-            self._turn.see_done()
-        elif b'"error"' in payload[:64] and (body := _error_in(payload)) is not None:
-            return StreamError(body, self._turn.text)
+            return None
+        if self._turn.is_done or payload.startswith(DONE):  # as openai's parser
+            self._turn.see_done()  # whatever follows is not read
+            return None
+        self._num_chunks += 1
+        if b'"error"' in payload and (body := _error_in(payload)):
+            return StreamError(body)
         return None
 
     def _keep_whole(self, decoded: bytes) -> None:
@@ -135,14 +154,13 @@ class Follower:
             self._whole[:] = b"["
 
 
-def _error_in(payload: bytes) -> Mapping[str, Any] | None:
-    """The body of an error event, as openai tells one."""
+def _error_in(payload: bytes) -> object:
+    """The body of an error event, as openai tells one: whatever is not false."""
     try:
         data = json.loads(payload)
     except ValueError:
         return None
-    error = data.get("error") if isinstance(data, Mapping) else None
-    return error if isinstance(error, Mapping) else None
+    return data.get("error") if isinstance(data, Mapping) else None
 
 
 def _decoder(encoding: str) -> Callable[[bytes], bytes]:

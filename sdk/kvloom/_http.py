@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ._arguments import taken
 from ._byte_stream import follow
 from ._carry import Attachment, Carrier, Ticket
 from ._follow import Follower
@@ -34,11 +35,12 @@ class SyncCarrying:
             :class:`kvloom.openai.OpenAI`.
 
     Raises:
+        TypeError: one of ours is not there, or is not of its type.
         ValueError: one of ours has a value that it cannot have.
     """
 
     def __init__(self, **options: Any) -> None:
-        self._carrier, rest = _taken(options)
+        self._carrier, rest = taken(options)
         super().__init__(**rest)
 
     def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
@@ -50,13 +52,13 @@ class SyncCarrying:
         except BaseException as error:
             failed(request, self._carrier, error)
             raise
-        followed(response, self._carrier)
-        if not stream:
-            try:
+        try:
+            followed(response, self._carrier)
+            if not stream:
                 response.read()
-            except BaseException:
-                response.close()
-                raise
+        except BaseException:
+            response.close()
+            raise
         return response
 
 
@@ -64,7 +66,7 @@ class AsyncCarrying:
     """As :class:`SyncCarrying`, for a library's asynchronous client."""
 
     def __init__(self, **options: Any) -> None:
-        self._carrier, rest = _taken(options)
+        self._carrier, rest = taken(options)
         super().__init__(**rest)
 
     async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
@@ -76,21 +78,14 @@ class AsyncCarrying:
         except BaseException as error:
             failed(request, self._carrier, error)
             raise
-        followed(response, self._carrier)
-        if not stream:
-            try:
+        try:
+            followed(response, self._carrier)
+            if not stream:
                 await response.aread()
-            except BaseException:
-                await response.aclose()
-                raise
+        except BaseException:
+            await response.aclose()
+            raise
         return response
-
-
-def _taken(options: dict[str, Any]) -> tuple[Carrier, dict[str, Any]]:
-    """The carrier that our arguments describe, and the library's own."""
-    ours = {k: v for k, v in options.items() if k.startswith("kvloom_")}
-    rest = {k: v for k, v in options.items() if k not in ours}
-    return Carrier(**{k.removeprefix("kvloom_"): v for k, v in ours.items()}), rest
 
 
 def prepared(request: Any, carrier: Carrier) -> Any:
@@ -203,4 +198,4 @@ def _body_of(request: Any) -> Mapping[str, object] | None:
 
 def _attempt_of(headers: Mapping[str, str]) -> int:
     count = headers.get(_RETRY_COUNT, "0")
-    return int(count) if count.isdigit() else 0
+    return int(count) if count.isdecimal() else 0

@@ -9,6 +9,7 @@ again by itself: the caller has shown these words to somebody already.
                └── TurnTimeoutError      is an openai.APITimeoutError, too
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import openai
@@ -21,13 +22,21 @@ class TurnInterruptedError(openai.APIError):
 
     Attributes:
         partial_text: what the first choice had said; empty when it had not.
+        has_begun: whether anything had been said: text, reasoning, a tool call.
     """
 
     def __init__(
-        self, message: str, *, request: Any, body: object, partial_text: str
+        self,
+        message: str,
+        *,
+        request: Any,
+        body: object,
+        partial_text: str,
+        has_begun: bool,
     ) -> None:
         openai.APIError.__init__(self, message, request, body=body)
         self.partial_text = partial_text
+        self.has_begun = has_begun
 
 
 class TurnConnectionError(TurnInterruptedError, openai.APIConnectionError):
@@ -43,9 +52,12 @@ def interruption(
 ) -> TurnInterruptedError:
     """The error that says how an answer broke off."""
     if isinstance(cause, StreamError):
-        message = str(cause.body.get("message") or "the server gave no reason")
         return TurnInterruptedError(
-            message, request=request, body=cause.body, partial_text=cause.text
+            _reason_in(cause.body),
+            request=request,
+            body=cause.body,
+            partial_text=follower.turn.text,  # the bytes before it were read
+            has_begun=follower.turn.has_begun,
         )
     # httpx and httpx2 each have a class of that name.
     is_timeout = any(c.__name__ == "TimeoutException" for c in type(cause).__mro__)
@@ -56,4 +68,11 @@ def interruption(
         request=request,
         body=None,
         partial_text=follower.turn.text,
+        has_begun=follower.turn.has_begun,
     )
+
+
+def _reason_in(body: object) -> str:
+    """What a server says of its error, in whichever form."""
+    said = body.get("message") if isinstance(body, Mapping) else body
+    return said if isinstance(said, str) and said else "the server gave no reason"

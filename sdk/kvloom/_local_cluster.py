@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+
+from ._forks import renew_in_children
 
 BASE_URL_VARIABLE: Final = "KVLOOM_BASE_URL"
 MODEL_VARIABLE: Final = "KVLOOM_MODEL"
@@ -74,6 +77,9 @@ def local_cluster(
         env: variables of a new one, over those of this process.
         start_limit_s: how long a new one may take to start, in seconds.
 
+    A process that is forked in the block may use the cluster. It does not end it,
+    nor keep it from ending with this process.
+
     Raises:
         LocalClusterError: it did not start, or the one that is named does not
             answer.
@@ -82,15 +88,14 @@ def local_cluster(
     if base_url:
         yield _given(base_url)
         return
-    with tempfile.TemporaryDirectory(prefix="kvloom-") as folder:
-        started = _Started(Path(folder), options, {**os.environ, **(env or {})})
-        # A notebook that is closed or restarted never gets to the block's end.
-        atexit.register(started.stop)
-        try:
-            yield started.cluster(start_limit_s)
-        finally:
-            started.stop()
-            atexit.unregister(started.stop)
+    started = _Started(options, {**os.environ, **(env or {})})
+    # A notebook that is closed or restarted never gets to the block's end.
+    atexit.register(started.stop)
+    try:
+        yield started.cluster(start_limit_s)
+    finally:
+        started.stop()
+        atexit.unregister(started.stop)
 
 
 def _given(base_url: str) -> LocalCluster:
@@ -99,12 +104,14 @@ def _given(base_url: str) -> LocalCluster:
         with httpx.Client(timeout=_ASK_S) as http:
             model = os.environ.get(MODEL_VARIABLE) or _model_of(http, base_url)
             engines = _engines_of(http, url)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        ending = "" if base_url.endswith("/v1") else " (most end in /v1)"
+        # What failed inside of the HTTP library says nothing more to the reader.
         raise LocalClusterError(
             f"{BASE_URL_VARIABLE} is {base_url!r}, and no model is served there "
-            f"({type(error).__name__}: {error}): correct it, or unset it to have a "
+            f"({_reason_of(error)}): correct it{ending}, or unset it to have a "
             "cluster started"
-        ) from error
+        ) from None
     return LocalCluster(
         url=url,
         base_url=base_url,
@@ -114,38 +121,71 @@ def _given(base_url: str) -> LocalCluster:
     )
 
 
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"it answers with HTTP {error.response.status_code}"
+    return f"{type(error).__name__}: {error}"
+
+
 def _model_of(http: httpx.Client, base_url: str) -> str:
-    models = http.get(f"{base_url}/models").raise_for_status().json()["data"]
-    if not models:
-        raise ValueError("it lists no model")
-    return str(models[0]["id"])
+    answer = http.get(f"{base_url}/models").raise_for_status()
+    for model in _objects_in(answer, "data"):
+        return str(model.get("id"))
+    raise ValueError("it lists no model")
 
 
 def _engines_of(http: httpx.Client, url: str) -> dict[str, tuple[str, ...]]:
     """By role, where we may see the operator's data."""
-    answer = http.get(f"{url}/kvloom/snapshot")
-    if answer.is_error:
-        return {}
-    rows = answer.json()["engines"]
+    rows = _objects_in(http.get(f"{url}/kvloom/snapshot"), "engines")
     return {
-        role: tuple(str(row["url"]) for row in rows if row["role"] == role)
+        role: tuple(str(row.get("url")) for row in rows if row.get("role") == role)
         for role in ("prefill", "decode")
     }
 
 
-class _Started:
-    """One ``kvloom up``."""
+def _objects_in(answer: httpx.Response, key: str) -> list[Mapping[str, Any]]:
+    """The list of objects in an answer; empty where a server has another idea."""
+    if answer.is_error:
+        return []
+    try:
+        told = answer.json()
+    except ValueError:
+        return []
+    rows = told.get(key) if isinstance(told, Mapping) else None
+    items = rows if isinstance(rows, list) else []
+    return [item for item in items if isinstance(item, Mapping)]
 
-    def __init__(
-        self, folder: Path, options: Sequence[str], env: Mapping[str, str]
-    ) -> None:
-        self._ready = folder / "ready.json"
-        self._log = folder / "up.log"
+
+class _Started:
+    """One ``kvloom up`` and its folder. Both are this process's alone: a child that
+    is forked has a copy of this object, and may leave the block with it."""
+
+    def __init__(self, options: Sequence[str], env: Mapping[str, str]) -> None:
+        self._owner = os.getpid()
+        self._folder = Path(tempfile.mkdtemp(prefix="kvloom-"))
+        self._ready = self._folder / "ready.json"
+        self._log = self._folder / "up.log"
+        try:
+            self._process = self._begun(options, env)
+        except BaseException:
+            self._remove_folder()
+            raise
+        renew_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """Lets go of the leash; called after a fork."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def _begun(
+        self, options: Sequence[str], env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
         # -P: a file of the user's own folder is not taken for a module.
         command = [sys.executable, "-P", "-m", "kvloom._keeper", "up", "--port=0"]
-        command += [f"--ready-file={self._ready}", f"--log-dir={folder / 'logs'}"]
+        command += [f"--ready-file={self._ready}"]
+        command += [f"--log-dir={self._folder / 'logs'}"]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [*command, *options],
                 # What the keeper watches: it is closed when this process ends.
                 stdin=subprocess.PIPE,
@@ -173,14 +213,17 @@ class _Started:
         end = time.monotonic() + limit_s
         while not self._ready.exists():
             if self._has_ended(within_s=_LOOK_S):
-                raise LocalClusterError(_explained(self._log.read_text("utf-8")))
+                raise LocalClusterError(_explained(self._said()))
             if time.monotonic() > end:
                 raise LocalClusterError(
                     f"the cluster was not up after {limit_s:.0f} s; its log ends with:"
-                    f"\n{self._log.read_text('utf-8')[-_MAX_SHOWN:]}"
+                    f"\n{self._said()[-_MAX_SHOWN:]}"
                 )
         ready: dict[str, Any] = json.loads(self._ready.read_text("utf-8"))
         return ready
+
+    def _said(self) -> str:
+        return self._log.read_text("utf-8", errors="replace")
 
     def _has_ended(self, *, within_s: float) -> bool:
         try:
@@ -191,12 +234,20 @@ class _Started:
 
     def stop(self) -> None:
         """Ends it, if that has not happened yet."""
+        if os.getpid() != self._owner:
+            return
         assert self._process.stdin is not None
-        self._process.terminate()
-        self._process.stdin.close()
-        if not self._has_ended(within_s=STOP_LIMIT_S):
+        try:
+            self._process.terminate()
+            self._process.stdin.close()
+            self._has_ended(within_s=STOP_LIMIT_S)
+        finally:  # also after a second Ctrl-C: at once
             self._process.kill()
             self._process.wait()
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _explained(log: str) -> str:

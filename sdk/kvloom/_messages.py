@@ -94,14 +94,24 @@ def _original_calls(kept: object, outgoing: object) -> list[Mapping[str, Any]] |
     if not isinstance(kept, Mapping) or not isinstance(outgoing, list):
         return None
     by_id = {call.get("id"): call for call in outgoing}
-    originals = [kept[index] for index in sorted(kept, key=_position)]
-    ids = [raw.get("id") for raw in originals]
+    originals = [_original(kept[index]) for index in sorted(kept, key=_position)]
+    ids = [call_id for call_id, _ in originals]
     if len(ids) != len(outgoing) or set(ids) != set(by_id):
         return None  # calls were added or taken out
     return [
-        _with_original(by_id[call_id], raw["arguments"])
-        for call_id, raw in zip(ids, originals, strict=True)
+        _with_original(by_id[call_id], arguments) for call_id, arguments in originals
     ]
+
+
+def _original(raw: object) -> tuple[str | None, str]:
+    """Id and arguments of a call, as they were kept; a store may have had its way
+    with them."""
+    fields = raw if isinstance(raw, Mapping) else {}
+    call_id, arguments = fields.get("id"), fields.get("arguments")
+    return (
+        call_id if isinstance(call_id, str) else None,
+        arguments if isinstance(arguments, str) else "",
+    )
 
 
 def _with_original(call: Mapping[str, Any], arguments: str) -> Mapping[str, Any]:
@@ -126,4 +136,4 @@ def _canonical(arguments: str) -> str:
 
 
 def _position(index: str) -> int:
-    return int(index) if index.isdigit() else 0
+    return int(index) if index.isdecimal() else 0

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
+from itertools import count
 
 from ._outgoing import header
 from .protocol import CONVERSATION_HEADER
@@ -22,17 +23,11 @@ class RawThreadWarning(RuntimeWarning):
 
 def warn_once() -> Callable[[Mapping[str, object]], None]:
     """A check of requests without a conversation, which warns the first time."""
-    lock = threading.Lock()
-    has_warned = False
+    noticed = count()  # one step, whatever other threads do
 
     def check(headers: Mapping[str, object]) -> None:
-        nonlocal has_warned
         is_meant = header(headers, CONVERSATION_HEADER) is not None
-        if has_warned or is_meant or not is_raw_thread():
-            return
-        with lock:
-            is_first, has_warned = not has_warned, True
-        if is_first:
+        if not is_meant and is_raw_thread() and next(noticed) == 0:
             warnings.warn(
                 "a kvloom client was called in a thread that knows no conversation, "
                 "so its turns start cold. Start threads inside a graph with "

@@ -16,8 +16,9 @@ from typing import Any, Final
 import openai
 import tenacity
 
-from ._byte_stream import partial_text_of
+from ._byte_stream import has_begun
 from ._interrupted import TurnInterruptedError
+from ._within import within
 from .telemetry import Event, TurnRetried
 
 MAX_WAIT_S: Final = 120.0
@@ -58,21 +59,15 @@ def retries(*, max_attempts: int | None = None, waits: bool = True) -> Iterator[
     """
     if max_attempts is not None and max_attempts < 1:
         raise ValueError("max_attempts must be at least 1: the first try is one")
-    token = _RULES.set(_Rules(max_attempts=max_attempts, waits=waits))
-    try:
+    with within(_RULES, _Rules(max_attempts=max_attempts, waits=waits)):
         yield
-    finally:
-        _RULES.reset(token)
 
 
 @contextmanager
 def attempting(attempt: int) -> Iterator[None]:
     """Requests that are built in this block are that attempt."""
-    token = _ATTEMPT.set(attempt)
-    try:
+    with within(_ATTEMPT, attempt):
         yield
-    finally:
-        _ATTEMPT.reset(token)
 
 
 def attempt_now() -> int:
@@ -124,11 +119,11 @@ def is_worth_a_new_try(error: Exception) -> bool | None:
     only when it has said nothing yet.
     """
     if isinstance(error, TurnInterruptedError):
-        return not error.partial_text
-    begun = (partial_text_of(e) for e in (error, error.__cause__))  # raw responses
-    said = next((text for text in begun if text is not None), None)
-    if said is not None:
-        return not said
+        return not error.has_begun
+    begun = (has_begun(e) for e in (error, error.__cause__))  # raw responses
+    known = next((it for it in begun if it is not None), None)
+    if known is not None:
+        return not known
     if not isinstance(error, openai.OpenAIError):
         return None
     return num_attempts_of(error) <= 1 and is_repeatable(error)

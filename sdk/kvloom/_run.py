@@ -5,7 +5,6 @@ in the block and in what is awaited or started there.
 """
 
 import statistics
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
+from ._within import within
 from .protocol import PlanKind, PlanReport
 from .telemetry import Ending, Event, Events, TurnEnded, TurnFailed
 
@@ -72,26 +72,27 @@ class RunReport:
 
 
 class Run:
-    """Takes in the turns of a run; a listener like those of ``kvloom_events``."""
+    """Takes in the turns of a run; a listener like those of ``kvloom_events``.
+
+    It holds no lock. The garbage collector ends the streams that nobody read to
+    their end, in the middle of whatever runs, and that may be a method of this.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._ended: list[TurnEnded] = []
-        self._num_failed = 0
+        self._failed: list[TurnFailed] = []
 
     def __call__(self, event: Event) -> None:
         """Takes in one event, in whatever thread it happens."""
-        with self._lock:
-            if isinstance(event, TurnEnded):
-                self._ended.append(event)
-            elif isinstance(event, TurnFailed):
-                self._num_failed += 1
+        if isinstance(event, TurnEnded):
+            self._ended.append(event)
+        elif isinstance(event, TurnFailed):
+            self._failed.append(event)
 
     @property
     def turns(self) -> list[TurnEnded]:
         """The turns so far, in the order of their ends."""
-        with self._lock:
-            return list(self._ended)
+        return list(self._ended)
 
     def report(self) -> RunReport:
         """What there is to say of the turns so far."""
@@ -101,7 +102,7 @@ class Run:
         return RunReport(
             turns=len(turns),
             interrupted=sum(turn.ending is not Ending.CLEAN for turn in turns),
-            failed_attempts=self._num_failed,
+            failed_attempts=len(self._failed),
             plans=Counter(plan.plan for plan in plans),
             counted_turns=len(counted),
             prompt_tokens=_sum(counted, "prompt_tokens"),
@@ -139,11 +140,8 @@ def watch() -> Iterator[Run]:
 @contextmanager
 def listening(listener: Events) -> Iterator[None]:
     """Has ``listener`` told of what happens in this context."""
-    token = _LISTENERS.set((*_LISTENERS.get(), listener))
-    try:
+    with within(_LISTENERS, (*_LISTENERS.get(), listener)):
         yield
-    finally:
-        _LISTENERS.reset(token)
 
 
 def listeners() -> tuple[Events, ...]:

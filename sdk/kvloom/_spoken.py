@@ -6,15 +6,22 @@ itself: these may go on elsewhere.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 from ._conversation import Conversation, current
+from ._forks import renew_in_children
+from ._within import within
 
 MAX_THREADS: Final = 10_000
 """The threads that were silent longest are forgotten; their leases expire."""
+
+MAX_POOLS: Final = 64
+"""So many HTTP clients are kept from being closed. Nodes that make a client for each
+call would pile up its connections; their conversations are forgotten, too."""
 
 
 class Client(Protocol):
@@ -24,36 +31,94 @@ class Client(Protocol):
     def base_url(self) -> object: ...
 
 
+class Where(NamedTuple):
+    """One conversation of a thread at one server."""
+
+    base_url: str
+    conversation_id: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Voice:
+    """The last turn of a conversation, by who took it."""
+
+    client: Client
+
+
 class Spoken:
     """The conversations of each thread, and who spoke in them last."""
 
-    def __init__(self, *, max_threads: int = MAX_THREADS) -> None:
-        self._lock = threading.Lock()
+    def __init__(
+        self, *, max_threads: int = MAX_THREADS, max_pools: int = MAX_POOLS
+    ) -> None:
         self._max_threads = max_threads
-        self._threads: OrderedDict[str, dict[tuple[str, str], Client]] = OrderedDict()
+        self._max_pools = max_pools
+        self._threads: OrderedDict[str, dict[Where, Voice]] = OrderedDict()
+        self._pools: OrderedDict[object, set[tuple[str, Where]]] = OrderedDict()
+        self.begin_in_child()
+        renew_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """Called after a fork."""
+        self._lock = threading.Lock()
 
     def add(self, thread: str, conversation_id: str, client: Client) -> None:
         """A turn is about to be taken."""
+        where = Where(str(client.base_url), conversation_id)
         with self._lock:
-            known = self._threads.setdefault(thread, {})
-            known[str(client.base_url), conversation_id] = client
+            self._drop(thread, where)
+            self._threads.setdefault(thread, {})[where] = Voice(client)
             self._threads.move_to_end(thread)
-            if len(self._threads) > self._max_threads:
-                self._threads.popitem(last=False)
+            self._pools.setdefault(_pool_of(client), set()).add((thread, where))
+            self._pools.move_to_end(_pool_of(client))
+            self._keep_bounds()
 
-    def of(self, thread: str) -> Mapping[tuple[str, str], Client]:
-        """A thread's conversations: (base URL, ID) → client."""
+    def of(self, thread: str) -> Mapping[Where, Voice]:
+        """A thread's conversations, and the last turn of each."""
         with self._lock:
             return dict(self._threads.get(thread, {}))
 
-    def forget(self, thread: str, keys: Iterable[tuple[str, str]]) -> None:
-        """These conversations are over."""
+    def forget(self, thread: str, where: Where, voice: Voice) -> None:
+        """A conversation is over, unless it had another turn since."""
         with self._lock:
-            known = self._threads.get(thread, {})
-            for key in keys:
-                known.pop(key, None)
-            if not known:
-                self._threads.pop(thread, None)
+            if self._threads.get(thread, {}).get(where) is voice:
+                self._drop(thread, where)
+
+    def check_integrity(self) -> None:
+        """Asserts what holds between any two calls."""
+        with self._lock:
+            assert len(self._threads) <= self._max_threads
+            assert len(self._pools) <= self._max_pools
+            by_thread = {(t, w) for t, known in self._threads.items() for w in known}
+            by_pool = [entry for entries in self._pools.values() for entry in entries]
+            assert len(by_pool) == len(by_thread)
+            assert set(by_pool) == by_thread
+
+    def _keep_bounds(self) -> None:
+        while len(self._threads) > self._max_threads:
+            thread, known = next(iter(self._threads.items()))
+            for where in list(known):
+                self._drop(thread, where)
+        while len(self._pools) > self._max_pools:
+            for thread, where in list(next(iter(self._pools.values()))):
+                self._drop(thread, where)
+
+    def _drop(self, thread: str, where: Where) -> None:
+        known = self._threads.get(thread, {})
+        voice = known.pop(where, None)
+        if voice is None:
+            return
+        if not known:
+            del self._threads[thread]
+        pool = _pool_of(voice.client)
+        self._pools[pool].discard((thread, where))
+        if not self._pools[pool]:
+            del self._pools[pool]
+
+
+def _pool_of(client: Client) -> object:
+    """What holds a client's connections; its copies share it."""
+    return getattr(client, "_client", client)
 
 
 _HEARING: Final[ContextVar[tuple[Spoken, ...]]] = ContextVar(
@@ -64,11 +129,8 @@ _HEARING: Final[ContextVar[tuple[Spoken, ...]]] = ContextVar(
 @contextmanager
 def hearing(spoken: Spoken) -> Iterator[None]:
     """Notes the conversations of this context in ``spoken``."""
-    token = _HEARING.set((*_HEARING.get(), spoken))
-    try:
+    with within(_HEARING, (*_HEARING.get(), spoken)):
         yield
-    finally:
-        _HEARING.reset(token)
 
 
 def note(client: Client, conversation_id: str, *, namespace: str) -> None:

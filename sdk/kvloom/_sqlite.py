@@ -34,6 +34,10 @@ create index if not exists handles_by_expiry on handles (expires_at);
 """
 
 
+_REST: Final = 4.0
+"""A locked file may take a fifth of the time, not all of it."""
+
+
 class _ForeignFileError(ValueError):
     """The file is a database, and not a store's."""
 
@@ -41,7 +45,8 @@ class _ForeignFileError(ValueError):
 class SQLiteStore:
     """The handles of all processes that open the same file.
 
-    Safe to use from several threads and processes, also those that were forked.
+    Safe to use from several threads and processes, also those that were forked. A
+    file that was deleted is made anew.
 
     Args:
         path: the file; it is made when it is not there. Its folder must be on a
@@ -128,7 +133,8 @@ class SQLiteStore:
 
     def close(self) -> None:
         """Closes the file. A store that is used again opens it again."""
-        self._link.close()
+        if self._link.pid == os.getpid():  # else it is our parent's to close
+            self._link.close()
 
     def check_integrity(self) -> None:
         """Asserts what holds between any two calls."""
@@ -160,20 +166,27 @@ class SQLiteStore:
 
 
 class _Link:
-    """This process's connection to the file."""
+    """This process's connection to the file.
+
+    Whoever waits for another process waits ``timeout_s`` at most, and speaks for the
+    next: as long as the file stays locked, a wait is followed by ``_REST`` times as
+    long in which nobody waits. An event loop with many turns would stand still.
+    """
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.pid = os.getpid()
         self._path = path
         self._timeout_s = timeout_s
         self._lock = Lock()
-        self._db: sqlite3.Connection | None = _opened(path, timeout_s)
+        self._waits_from = 0.0
+        self._db: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None
+        self._open(timeout_s)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            db = self._db = self._db or _opened(self._path, self._timeout_s)
-            db.execute("begin immediate")
+        with self._alone():
+            db = self._begun()
             try:
                 yield db
                 db.execute("commit")
@@ -183,9 +196,56 @@ class _Link:
 
     def close(self) -> None:
         with self._lock:
-            db, self._db = self._db, None
-            if db is not None:
-                db.close()
+            self._close()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise sqlite3.OperationalError("other threads are waiting for it")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _begun(self) -> sqlite3.Connection:
+        """The connection, with a transaction that has begun."""
+        waits = time.monotonic() >= self._waits_from
+        limit_s = self._timeout_s if waits else 0.0
+        try:
+            db = self._current(limit_s)
+            db.execute(f"pragma busy_timeout = {limit_s * 1000:.0f}")
+            db.execute("begin immediate")
+        except sqlite3.OperationalError:
+            if waits:
+                self._waits_from = time.monotonic() + _REST * self._timeout_s
+            raise
+        return db
+
+    def _current(self, limit_s: float) -> sqlite3.Connection:
+        """The connection to the file that is at the path now."""
+        if self._db is not None and self._file == _identity(self._path):
+            return self._db
+        self._close()
+        return self._open(limit_s)
+
+    def _open(self, limit_s: float) -> sqlite3.Connection:
+        db = self._db = _opened(self._path, limit_s)
+        self._file = _identity(self._path)
+        return db
+
+    def _close(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            db.close()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file is at ``path``; ``None``: it was deleted."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _opened(path: Path, timeout_s: float) -> sqlite3.Connection:

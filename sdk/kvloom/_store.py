@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
+from ._forks import renew_in_children
 from ._history import History, Mark
 
 HANDLE_TTL_S: Final = 450.0
@@ -63,6 +64,8 @@ class HandleStore(Protocol):
 class MemoryStore:
     """The handles of this process, bounded in number and age.
 
+    A process that is forked begins with none: those of its parent stay there.
+
     Args:
         max_conversations: the least recently used one goes when there are more.
         max_handles: of one conversation (its forks and parallel branches); the
@@ -82,6 +85,11 @@ class MemoryStore:
         self._max_conversations = max_conversations
         self._max_handles = max_handles
         self._ttl_s = ttl_s
+        self.begin_in_child()
+        renew_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """Forgets all handles; called after a fork."""
         self._handles: OrderedDict[StoreKey, list[StoredHandle]] = OrderedDict()
         self._lock = Lock()
 

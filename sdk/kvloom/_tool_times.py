@@ -13,6 +13,7 @@ from statistics import median
 from threading import Lock
 from typing import Any, Final, Generic, TypeVar
 
+from ._forks import renew_in_children
 from ._store import StoreKey
 
 _NUM_RECENT: Final = 8
@@ -66,6 +67,11 @@ class ToolTimes:
         self._running: _Recent[tuple[StoreKey, str], _Running] = _Recent(max_items)
         self._of_talk: _Recent[StoreKey, deque[float]] = _Recent(max_items)
         self._of_tool: _Recent[str, deque[float]] = _Recent(max_items)
+        self.begin_in_child()
+        renew_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """What was learned holds in a child, too; called after a fork."""
         self._lock = Lock()
 
     def called(self, key: StoreKey, calls: Mapping[str, str], *, now: float) -> None:

@@ -36,12 +36,14 @@ class Turn:
         "_finished",
         "_first_at",
         "_handle",
+        "_has_begun",
         "_is_broken",
         "_is_done",
         "_is_reported",
         "_is_streamed",
         "_needs_done",
         "_num_choices",
+        "_num_seen",
         "_started_at",
         "_text",
     )
@@ -62,7 +64,9 @@ class Turn:
         self._is_streamed = is_streamed
         self._started_at = started_at
         self._first_at: float | None = None
-        self._finished: set[object] = set()
+        self._num_seen = 0
+        self._has_begun = False
+        self._finished: set[int] = set()
         self._handle: str | None = None
         self._is_broken = False
         self._is_reported = False
@@ -85,9 +89,19 @@ class Turn:
         return self._is_streamed
 
     @property
+    def num_seen(self) -> int:
+        """How many chunks were taken in."""
+        return self._num_seen
+
+    @property
     def text(self) -> str:
         """What the first choice of a stream has said so far."""
         return "".join(self._text)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was said in a stream: text, reasoning, a tool call."""
+        return self._has_begun
 
     @property
     def tool_calls(self) -> Mapping[str, str]:
@@ -120,6 +134,7 @@ class Turn:
 
     def see(self, data: Mapping[str, Any], *, now: float) -> None:
         """Takes in a decoded answer, or the next chunk of one."""
+        self._num_seen += 1
         if self._first_at is None and _has_output(data):
             self._first_at = now
         answer = _answer_in(data)
@@ -127,11 +142,12 @@ class Turn:
         self._note_ends(answer)
         self._calls.update(_calls_in(answer))
         if self._is_streamed:
+            self._has_begun = self._has_begun or _says_something(data)
             self._text += _text_in(data)
 
     def see_payload(self, payload: bytes, *, now: float) -> None:
         """Takes in a whole answer, or one event of a stream, as bytes."""
-        if payload == DONE:
+        if payload.startswith(DONE):
             self.see_done()
             return
         try:
@@ -161,19 +177,22 @@ class Turn:
 
     def _note_ends(self, answer: Mapping[str, Any]) -> None:
         if answer.get("object") == "response":
-            self._note_end(0, answer.get("status"), is_end=_is_ended(answer))
+            status = _name(answer.get("status"))
+            self._note_end(0, status, is_end=status in _ENDED)
         for choice in _choices(answer):
-            reason = choice.get("finish_reason")
-            self._note_end(choice.get("index", 0), reason, is_end=reason is not None)
+            index, reason = choice.get("index", 0), _name(choice.get("finish_reason"))
+            if isinstance(index, int):
+                self._note_end(index, reason, is_end=reason is not None)
 
-    def _note_end(self, index: object, reason: object, *, is_end: bool) -> None:
+    def _note_end(self, index: int, reason: str | None, *, is_end: bool) -> None:
         self._is_broken = self._is_broken or reason in _BROKEN
         if is_end:
             self._finished.add(index)
 
 
-def _is_ended(answer: Mapping[str, Any]) -> bool:
-    return answer.get("status") in _ENDED
+def _name(value: object) -> str | None:
+    """A word of the protocol; a foreign server may send whatever it likes."""
+    return value if isinstance(value, str) else None
 
 
 def _answer_in(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -188,6 +207,15 @@ def _choices(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _has_output(data: Mapping[str, Any]) -> bool:
     return bool(_choices(data)) or str(data.get("type", "")).endswith(".delta")
+
+
+def _says_something(data: Mapping[str, Any]) -> bool:
+    """Whether a chunk has more than a role, an end, or empty pieces."""
+    if str(data.get("type", "")).endswith(".delta"):
+        return bool(data.get("delta"))
+    deltas = [_object(choice.get("delta")) for choice in _choices(data)]
+    said = [value for delta in deltas for key, value in delta.items() if key != "role"]
+    return any(said) or any(choice.get("text") for choice in _choices(data))
 
 
 def _text_in(data: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ._conversation import speaking_in
 from ._extras import needing
 from ._run import Run, RunReport, listening
-from ._spoken import Spoken, hearing
+from ._spoken import Spoken, Voice, Where, hearing
 from ._thread import ThreadSource, conversation_in, lane_of
 
 if TYPE_CHECKING:
@@ -57,11 +57,19 @@ def conversation_of(
 _END: Final = object()
 
 
+_VARIANTS: Final = frozenset(
+    {"bind", "copy", "with_alisteners", "with_config", "with_fallbacks"}
+    | {"with_listeners", "with_retry", "with_types"}
+)
+"""What a graph makes of itself that is run in the same ways."""
+
+
 class WrappedGraph:
     """A compiled graph in whose nodes kvloom clients know the conversation.
 
-    Everything but the four ways to run it and the two to end a thread is the
-    graph's own.
+    It is run as the graph is: ``invoke``, ``stream``, ``batch``, ``astream_events``
+    (v1 and v2), and so on; its variants (``with_config``, ``with_retry``) are wrapped,
+    too. A batch is one run. All else is the graph's own.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class WrappedGraph:
         on_run: Callable[[RunReport], object] | None = None,
     ) -> None:
         self._graph = graph
+        self._namespace = namespace
         self._source = ThreadSource(namespace)
         self._on_run = on_run
         self._spoken = Spoken()
@@ -79,18 +88,57 @@ class WrappedGraph:
     def __getattr__(self, name: str) -> Any:
         if name == "_graph":  # a copy in the making has none yet
             raise AttributeError(name)
-        return getattr(self._graph, name)
+        found = getattr(self._graph, name)
+        return self._wrapping(found) if name in _VARIANTS else found
 
     def invoke(self, *args: Any, **kwargs: Any) -> Any:
-        with self._counted() as run, self._speaking(run):
-            return self._graph.invoke(*args, **kwargs)
+        return self._whole(self._graph.invoke, *args, **kwargs)
+
+    def batch(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole(self._graph.batch, *args, **kwargs)
 
     async def ainvoke(self, *args: Any, **kwargs: Any) -> Any:
-        with self._counted() as run, self._speaking(run):
-            return await self._graph.ainvoke(*args, **kwargs)
+        return await self._awhole(self._graph.ainvoke, *args, **kwargs)
+
+    async def abatch(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._awhole(self._graph.abatch, *args, **kwargs)
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        steps = iter(self._graph.stream(*args, **kwargs))
+        return self._steps(self._graph.stream(*args, **kwargs))
+
+    def batch_as_completed(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self._steps(self._graph.batch_as_completed(*args, **kwargs))
+
+    def transform(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self._steps(self._graph.transform(*args, **kwargs))
+
+    def astream(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        return self._asteps(self._graph.astream(*args, **kwargs))
+
+    def astream_log(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        return self._asteps(self._graph.astream_log(*args, **kwargs))
+
+    def astream_events(self, *args: Any, **kwargs: Any) -> Any:
+        events = self._graph.astream_events(*args, **kwargs)
+        # That of v3 is awaited, and is no stream of events.
+        is_stream = isinstance(events, AsyncIterator)
+        return self._asteps(events) if is_stream else events
+
+    def abatch_as_completed(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        return self._asteps(self._graph.abatch_as_completed(*args, **kwargs))
+
+    def atransform(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        return self._asteps(self._graph.atransform(*args, **kwargs))
+
+    def _whole(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._counted() as run, self._speaking(run):
+            return work(*args, **kwargs)
+
+    async def _awhole(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._counted() as run, self._speaking(run):
+            return await work(*args, **kwargs)
+
+    def _steps(self, steps: Any) -> Iterator[Any]:
         with self._counted() as run, closing(steps):
             # Step by step: a generator's context is that of whoever reads it.
             while True:
@@ -100,8 +148,7 @@ class WrappedGraph:
                     return
                 yield step
 
-    async def astream(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        steps = aiter(self._graph.astream(*args, **kwargs))
+    async def _asteps(self, steps: Any) -> AsyncIterator[Any]:
         with self._counted() as run:
             async with aclosing(steps):
                 while True:
@@ -120,32 +167,48 @@ class WrappedGraph:
                 that this graph had in it, here in this process.
 
         Returns:
-            How many conversations (lanes) the router knew and ended.
+            How many conversations (lanes) the router knew and ended. Not those
+            whose client has been closed: their leases expire.
 
         Raises:
             ValueError: the config names no thread.
             RuntimeError: an asynchronous client spoke in it: use :meth:`aend`.
-            openai.APIError: a router did not do it.
+            openai.APIError: a router did not do it. The others were asked, and
+                this one is again when this is called again.
         """
         thread, spoken = self._spoken_in(config)
-        if any(map(_is_asynchronous, spoken.values())):
+        if any(_is_asynchronous(voice.client) for voice in spoken.values()):
             raise RuntimeError(
                 "an asynchronous client spoke in this thread: use `await graph.aend(…)`"
             )
-        ended = [client.end_conversation_id(id_) for (_, id_), client in spoken.items()]
-        self._spoken.forget(thread, spoken)
-        return sum(ended)
+        endings = _Endings(self._spoken, thread)
+        for where, voice in spoken.items():
+            with endings.one(where, voice):
+                endings.num += _ended(voice.client, where.conversation_id)
+        return endings.total()
 
     async def aend(self, config: "RunnableConfig | Mapping[str, Any]") -> int:
         """As :meth:`end`, whatever kind of client spoke in the thread."""
         thread, spoken = self._spoken_in(config)
-        ended = [await _ended(client, id_) for (_, id_), client in spoken.items()]
-        self._spoken.forget(thread, spoken)
-        return sum(ended)
+        endings = _Endings(self._spoken, thread)
+        for where, voice in spoken.items():
+            with endings.one(where, voice):
+                endings.num += await _aended(voice.client, where.conversation_id)
+        return endings.total()
+
+    def _wrapping(self, make: Callable[..., Any]) -> Callable[..., "WrappedGraph"]:
+        def made(*args: Any, **kwargs: Any) -> WrappedGraph:
+            variant = WrappedGraph(
+                make(*args, **kwargs), namespace=self._namespace, on_run=self._on_run
+            )
+            variant._spoken = self._spoken  # its threads are this graph's
+            return variant
+
+        return made
 
     def _spoken_in(
         self, config: Mapping[str, Any] | None
-    ) -> tuple[str, Mapping[tuple[str, str], Any]]:
+    ) -> tuple[str, Mapping[Where, Voice]]:
         named = conversation_in(config)
         if named is None:
             raise ValueError(
@@ -168,14 +231,48 @@ class WrappedGraph:
             yield
 
 
+class _Endings:
+    """The ends of one thread's conversations, each tried whatever the others do."""
+
+    def __init__(self, spoken: Spoken, thread: str) -> None:
+        self._spoken = spoken
+        self._thread = thread
+        self._first_error: Exception | None = None
+        self.num = 0
+
+    @contextmanager
+    def one(self, where: Where, voice: Voice) -> Iterator[None]:
+        from openai import APIError  # loaded: a client of its spoke
+
+        try:
+            yield
+        except APIError as error:
+            self._first_error = self._first_error or error
+        else:
+            self._spoken.forget(self._thread, where, voice)
+
+    def total(self) -> int:
+        if self._first_error is not None:
+            raise self._first_error
+        return self.num
+
+
 def _is_asynchronous(client: Any) -> bool:
     return iscoroutinefunction(client.end_conversation_id)
 
 
-async def _ended(client: Any, conversation_id: str) -> bool:
-    if _is_asynchronous(client):
-        return bool(await client.end_conversation_id(conversation_id))
-    return bool(await to_thread(client.end_conversation_id, conversation_id))
+def _ended(client: Any, conversation_id: str) -> bool:
+    if client.is_closed():
+        return False
+    return bool(client.end_conversation_id(conversation_id))
+
+
+async def _aended(client: Any, conversation_id: str) -> bool:
+    if not _is_asynchronous(client):
+        return await to_thread(_ended, client, conversation_id)
+    if client.is_closed():
+        return False
+    return bool(await client.end_conversation_id(conversation_id))
 
 
 def wrap(

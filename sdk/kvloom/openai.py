@@ -83,6 +83,7 @@ class OpenAI(SyncCarrying, openai.OpenAI):
             turn as it always did; there is one layer of them.
 
     Raises:
+        TypeError: there is no such argument, or it is not of its type.
         ValueError: ``kvloom_returns``, ``kvloom_carry`` or ``kvloom_dialect`` is
             none of these.
     """

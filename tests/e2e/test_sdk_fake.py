@@ -80,6 +80,8 @@ class FakeRouter:
     plan: PlanReport | None = PLAN
     breaks_off: bool = False
     """Streams end before their finish, without ``[DONE]``."""
+    is_one_piece: bool = False
+    """Streams arrive all at once."""
     omits_done: bool = False
     """Streams end after their last chunk, without ``[DONE]``."""
     issues_handles: bool = True
@@ -135,6 +137,7 @@ class FakeRouter:
             return self._pieces([content[:20], content[20:]], headers)
         headers["content-type"] = "text/event-stream"
         events = list(self._stream(seen, params))
+        events = [b"".join(events)] if self.is_one_piece else events
         self.clock.now += self.ttft_s
         return self._pieces(events, headers)
 

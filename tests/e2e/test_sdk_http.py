@@ -43,6 +43,66 @@ def _client(router: FakeRouter, library: ModuleType, **options: Any) -> Any:
 
 @every_library
 @every_stream
+def test_an_answer_tells_how_long_it_took(library: ModuleType, stream: bool) -> None:
+    """And all else that the library's own answers tell."""
+    with _client(FakeRouter(), library) as client, kvloom.conversation("t"):
+        answer = client.post(
+            f"{URL}/chat/completions", json=_body(HELLO, stream=stream)
+        )
+
+    assert answer.elapsed.total_seconds() > 0
+    assert answer.is_closed
+
+
+def _answering(library: ModuleType, status: int, closed: list[bool]) -> Any:
+    """A transport whose answers say when they are closed."""
+
+    class Answer(library.SyncByteStream, library.AsyncByteStream):  # type: ignore[misc, name-defined]
+        def __iter__(self) -> Any:
+            yield b"{}"
+
+        async def __aiter__(self) -> Any:
+            yield b"{}"
+
+        def close(self) -> None:
+            closed.append(True)
+
+        async def aclose(self) -> None:
+            closed.append(True)
+
+    return library.MockTransport(lambda _: library.Response(status, stream=Answer()))
+
+
+def _raise_at_the_end(event: Event) -> None:
+    if isinstance(event, TurnEnded | TurnFailed):
+        raise ZeroDivisionError
+
+
+@every_library
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_listener_that_raises_leaves_no_connection_open(
+    library: ModuleType, is_async: bool, status: int
+) -> None:
+    """What it raises reaches me, as the document says; the answer is closed."""
+    closed: list[bool] = []
+    ours = OURS[library.__name__]
+    make = ours.AsyncClient if is_async else ours.Client
+    transport = _answering(library, status, closed)
+    client = make(transport=transport, kvloom_events=_raise_at_the_end)
+
+    async def ask() -> None:
+        answer = client.post(f"{URL}/chat/completions", json=_body(HELLO))
+        await answer if is_async else answer
+
+    with kvloom.conversation("t"), pytest.raises(ZeroDivisionError):
+        asyncio.run(ask())
+
+    assert closed
+
+
+@every_library
+@every_stream
 def test_a_plain_http_client_carries_the_conversation(
     library: ModuleType, stream: bool
 ) -> None:

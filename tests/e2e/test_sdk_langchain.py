@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from e2e.test_sdk_fake import PLAN, FakeRouter
+from hypothesis import given
+from hypothesis import strategies as st
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -18,6 +20,7 @@ from langchain_core.tools import tool
 from pydantic import BaseModel
 
 import kvloom
+from kvloom import _messages
 from kvloom.langchain import ChatKVLoom
 from kvloom.openai import OpenAI
 from kvloom.protocol import conversation_id
@@ -252,6 +255,33 @@ def test_an_edited_call_is_sent_as_edited() -> None:
 
     sent = _replayed(router, answer)["tool_calls"][0]["function"]["arguments"]
     assert json.loads(sent) == {"a": 3, "b": 4}
+
+
+KEPT_KEYS = ["calls", "text", "short_name", "0", "1", "id", "arguments"]
+
+kept_values = st.recursive(
+    st.sampled_from([None, True, 1, "x", "call_1", '{"a":1}', "{"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(KEPT_KEYS), inner, max_size=3)
+    ),
+)
+
+
+@given(kept_values, kept_values)
+def test_what_a_store_made_of_a_message_breaks_no_turn(
+    kept: object, reasoning: object
+) -> None:
+    """A checkpoint that was edited or migrated: what is not as it was is sent as
+    LangChain sends it."""
+    message = AIMessage("x", additional_kwargs={"reasoning_content": reasoning})
+    message.additional_kwargs["kvloom"] = {"calls": {"0": kept}} if kept else kept
+    call = {"id": "call_1", "function": {"name": "f", "arguments": "{}"}}
+    outgoing: dict[str, Any] = {"content": "x", "tool_calls": [call]}
+
+    _messages.replay(message, outgoing, own_names={"me"})
+
+    assert [call["id"] for call in outgoing["tool_calls"]] == ["call_1"]
 
 
 # langchain-openai dumps openai's parsed events, of types that pydantic then doubts.

@@ -133,15 +133,19 @@ def test_parallel_branches_share_a_lane_but_never_a_handle() -> None:
 
 
 def test_a_graph_without_a_thread_has_no_conversation() -> None:
-    """A run without a thread id is not given one."""
+    """A run without a thread id is not given one; it keeps the one around it."""
     router = FakeRouter()
     builder = StateGraph(State)
     builder.add_node("talk", _speaker(router))
     builder.add_edge(START, "talk")
 
-    wrap(builder.compile()).invoke({"said": []})
+    graph = wrap(builder.compile())
+    graph.invoke({"said": []})
+    with kvloom.conversation("t"):
+        graph.invoke({"said": []})
 
-    assert router.seen[0].conversation is None
+    around = kvloom.conversation_id(namespace="", thread="t")
+    assert [seen.conversation for seen in router.seen] == [None, around]
 
 
 def test_a_stream_that_is_read_slowly_leaves_my_own_context_alone() -> None:

@@ -107,9 +107,34 @@ def test_retry_on_judges_other_errors_as_langgraph_does() -> None:
     """A tool's own error is LangGraph's business; a begun stream is nobody's."""
     for error in (ValueError(), ConnectionError(), KeyError(), Exception()):
         assert retry_on(error) == default_retry_on(error)
-    for text, is_retried in (("", True), ("four", False)):
-        broken = TurnInterruptedError("x", request=None, body=None, partial_text=text)
-        assert retry_on(broken) is is_retried
+    for has_begun in (False, True):
+        broken = TurnInterruptedError(
+            "x", request=None, body=None, partial_text="", has_begun=has_begun
+        )
+        assert retry_on(broken) is not has_begun
+
+
+CALL = {"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    "said", [{"reasoning": "Two and two"}, {"tool_calls": [CALL]}, {"content": "four"}]
+)
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_a_stream_that_only_thought_or_called_has_begun(
+    said: dict[str, Any], is_raw: bool
+) -> None:
+    """It is not run again: the user has seen it think."""
+    client = _client(FakeRouter(lambda _: said, drops_after=2))
+    calls: Any = client.chat.completions
+    calls = calls.with_raw_response if is_raw else calls
+
+    with client.conversation("t"):
+        answer = calls.create(model="m", messages=[], stream=True)
+    with pytest.raises(openai.APIConnectionError) as caught:
+        list(answer.parse() if is_raw else answer)
+
+    assert retry_on(caught.value) is False
 
 
 @pytest.mark.parametrize("drops_after", [0, 3])

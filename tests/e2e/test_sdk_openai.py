@@ -1,5 +1,6 @@
 """kvloom's OpenAI clients against a fake router, and what its users rely on."""
 
+import uuid
 from typing import Any
 
 import openai
@@ -7,6 +8,7 @@ import pytest
 from e2e.test_sdk_fake import FakeRouter, http
 
 import kvloom
+import kvloom.httpx
 from kvloom.openai import AsyncOpenAI, OpenAI, report
 from kvloom.protocol import conversation_id
 from kvloom.telemetry import Carried, Ending, Event, TurnEnded, TurnStarted
@@ -310,6 +312,62 @@ def test_a_wrong_return_mode_is_refused_at_once() -> None:
     """A misspelled mode tells me which there are."""
     with pytest.raises(ValueError, match='"off", "lazy"'):
         OpenAI(api_key="k", kvloom_returns="often")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("kvloom_stroe", None, "no argument kvloom_stroe, but kvloom_store, "),
+        ("kvloom_store", "redis://:secret@host", "a HandleStore, such as a kvloom.SQL"),
+        ("kvloom_namespace", None, "namespace is of type NoneType, and must be a str"),
+        ("kvloom_events", 5, "events is of type int, and must be a Callable"),
+        ("kvloom_clock", None, "clock is of type NoneType"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_at_once(
+    option: str, value: object, said: str
+) -> None:
+    """By its name, and not with the first turn; what it holds is not shown."""
+    options: Any = {option: value}
+    for make in (OpenAI, AsyncOpenAI, kvloom.httpx.Client):
+        with pytest.raises(TypeError, match=said) as raised:
+            make(**({} if make is kvloom.httpx.Client else {"api_key": "k"}), **options)
+        assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("thread", [0, 7, b"x", uuid.uuid4(), ["x"]], ids=type)
+def test_a_thread_is_named_by_a_string(thread: Any) -> None:
+    """An id of another type says how to make it one, where it is given."""
+    client = _client(FakeRouter())
+    for block in (client.conversation, kvloom.conversation, client.end_conversation):
+        with pytest.raises(TypeError, match=r"thread is a string, and this is of type"):
+            block(thread).__enter__()
+        with pytest.raises(TypeError, match=r"lane is a string, and this is of type"):
+            block("t", lane=thread).__enter__()
+
+
+def test_a_raw_stream_tells_how_long_it_took() -> None:
+    """As openai's own does once it was read."""
+    client = _client(FakeRouter())
+
+    with client.conversation("t"):
+        raw: Any = client.chat.completions.with_raw_response.create(
+            model="m", messages=[], stream=True
+        )
+        assert list(raw.parse())
+
+    assert raw.elapsed.total_seconds() > 0
+
+
+def test_a_path_may_come_without_its_slash() -> None:
+    """As openai's own ``post`` takes it."""
+    router = FakeRouter()
+    client = _client(router)
+
+    with client.conversation("t"):
+        client.post("chat/completions", body={"model": "m"}, cast_to=object)
+
+    assert router.seen[0].conversation == ID
 
 
 def test_our_clients_are_openais() -> None:

@@ -22,6 +22,7 @@ TESTS = (
     "tests/e2e/test_sdk_fake.py",
     "tests/e2e/test_sdk_calls.py",
     "tests/e2e/test_sdk_openai.py",
+    "tests/e2e/test_sdk_contexts.py",
     "tests/e2e/test_sdk_crowd.py",
     "tests/e2e/test_sdk_dialects.py",
     "tests/e2e/test_sdk_http.py",

@@ -1,13 +1,14 @@
 """Retries of kvloom's clients: one layer, bounded, and never of a begun answer."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 from e2e.test_sdk_calls import HELLO, ID, NEXT, URL
-from e2e.test_sdk_fake import FakeRouter
+from e2e.test_sdk_fake import FakeRouter, http
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from kvloom.openai import (
     TurnInterruptedError,
     TurnTimeoutError,
 )
-from kvloom.telemetry import Event, TurnFailed, TurnRetried
+from kvloom.telemetry import Ending, Event, TurnEnded, TurnFailed, TurnRetried
 
 WORKER_DIED = {"message": "the decode engine died", "type": "server_error"}
 
@@ -184,6 +185,32 @@ def test_without_a_conversation_the_retries_are_openais_own() -> None:
     assert events == []
 
 
+@pytest.mark.parametrize("given", [None, "mine"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_attempts_of_a_turn_share_their_idempotency_key(
+    given: str | None, is_async: bool
+) -> None:
+    """Where somebody has openai's clients send one, as their subclasses may."""
+    router = FakeRouter(failures=[503, 503])
+    make = AsyncOpenAI if is_async else OpenAI
+    opened = router.async_client() if is_async else router.client()
+    client: Any = make(base_url=URL, api_key="k", http_client=opened)
+    client._idempotency_header = "Idempotency-Key"
+    post = {"body": {"model": "m"}, "cast_to": object}
+    post |= {"options": {"idempotency_key": given}} if given else {}
+
+    async def ask() -> None:
+        await client.post("/chat/completions", **post)
+
+    with client.conversation("t"):
+        asyncio.run(ask()) if is_async else client.post("/chat/completions", **post)
+
+    keys = [seen.headers["idempotency-key"] for seen in router.seen]
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+    assert given in (None, keys[0])
+
+
 def _drop(router: FakeRouter) -> None:
     router.drops_after = 3
 
@@ -235,6 +262,80 @@ def test_a_begun_answer_is_never_sent_again(
     with client.conversation("t"):
         _ask(client, NEXT)
     assert router.seen[-1].handle is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"error": WORKER_DIED},
+        {"id": "chatcmpl-" + "7" * 80, "choices": [], "error": WORKER_DIED},
+        {"error": "the decode engine died"},
+    ],
+    ids=["alone", "late", "text"],
+)
+@pytest.mark.parametrize("is_one_piece", [False, True])
+def test_every_form_of_an_error_event_is_an_interruption(
+    error: dict[str, Any], is_one_piece: bool
+) -> None:
+    """However the server words it, and though it came with the last words."""
+    delta = {"index": 0, "delta": {"content": "four"}, "finish_reason": None}
+    events = [f"data: {json.dumps(e)}\n\n" for e in ({"choices": [delta]}, error)]
+    pieces = ["".join(events)] if is_one_piece else events
+    client = OpenAI(base_url=URL, api_key="k", http_client=_speaking(pieces))
+
+    with client.conversation("t"), pytest.raises(TurnInterruptedError) as caught:
+        list(_ask(client, stream=True))
+
+    assert caught.value.message == "the decode engine died"
+    assert (caught.value.partial_text, caught.value.has_begun) == ("four", True)
+
+
+def _speaking(pieces: list[str], *, is_async: bool = False, cut: bool = False) -> Any:
+    """A client whose server streams these pieces, and may cut the line after them."""
+
+    class Pieces(http.SyncByteStream, http.AsyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            yield from (piece.encode() for piece in pieces)
+            if cut:
+                raise http.ReadError("the peer is gone")
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for piece in self:
+                yield piece
+
+    headers = {"content-type": "text/event-stream"}
+    transport = http.MockTransport(
+        lambda _: http.Response(200, stream=Pieces(), headers=headers)
+    )
+    client = http.AsyncClient if is_async else http.Client
+    return client(transport=transport)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_trouble_after_the_last_event_costs_nothing(is_async: bool) -> None:
+    """An error event, a line that is cut: the answer is whole, and its handle
+    counts."""
+    handle = "kvl1." + "h" * 20
+    delta = {"index": 0, "delta": {"content": "four"}, "finish_reason": "stop"}
+    chunk = {"choices": [delta], "kv_transfer_params": {"kvloom": handle}}
+    pieces = [f"data: {json.dumps(chunk)}\n\n", "data: [DONE]\n\n"]
+    pieces.append(f"data: {json.dumps({'error': WORKER_DIED})}\n\n")
+    make: Any = AsyncOpenAI if is_async else OpenAI
+    opened = _speaking(pieces, is_async=is_async, cut=True)
+    events: list[Event] = []
+    client = make(
+        base_url=URL, api_key="k", http_client=opened, kvloom_events=events.append
+    )
+
+    async def read() -> list[Any]:
+        return [chunk async for chunk in await _ask(client, stream=True)]
+
+    with client.conversation("t"):
+        got = asyncio.run(read()) if is_async else list(_ask(client, stream=True))
+
+    assert [chunk.choices[0].delta.content for chunk in got] == ["four"]
+    (ended,) = [event for event in events if isinstance(event, TurnEnded)]
+    assert (ended.ending, ended.has_handle) == (Ending.CLEAN, True)
 
 
 def test_the_errors_of_a_broken_stream_are_openais() -> None:

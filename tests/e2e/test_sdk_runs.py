@@ -234,6 +234,16 @@ def test_a_client_ends_a_conversation(here: Served, client: OpenAI) -> None:
     _await_no_lease(here)
 
 
+@pytest.mark.parametrize("name", ["../engines/d0", "kvl-talk/../../x", "a?b=cdefg", ""])
+def test_only_a_conversation_can_be_ended(name: str) -> None:
+    """A name from outside reaches no other address of the router's."""
+    with (
+        OpenAI(base_url="http://127.0.0.1:1/v1", api_key="none") as client,
+        pytest.raises(ValueError, match="is no conversation ID"),
+    ):
+        client.end_conversation_id(name)
+
+
 def test_behind_another_server_there_is_nothing_to_end() -> None:
     """It is not even asked: nobody listens there."""
     with OpenAI(

@@ -107,10 +107,13 @@ def test_an_answer_that_is_not_whole_is_told_so(
     assert (ended.ending, ended.has_handle) == (ending, False)
 
 
-def test_an_answer_that_i_leave_is_told_so() -> None:
-    """Closing a stream early is neither clean nor broken."""
+@pytest.mark.parametrize("is_one_piece", [False, True])
+def test_an_answer_that_i_leave_is_told_so(is_one_piece: bool) -> None:
+    """Closing a stream early is neither clean nor broken, though all of it was there
+    already: the server has cut nothing."""
     events: list[Event] = []
-    client = _client(FakeRouter(), kvloom_events=events.append)
+    router = FakeRouter(is_one_piece=is_one_piece)
+    client = _client(router, kvloom_events=events.append)
 
     with client.conversation("t"), _ask(client, stream=True) as stream:
         next(iter(stream))
@@ -236,8 +239,11 @@ class BrokenStore:
         raise HandleStoreError("gone") from OSError("no disk")
 
 
-def test_trouble_with_the_store_costs_the_handle_and_no_answer() -> None:
-    """The turn goes on, cold, and an event says why."""
+def test_trouble_with_the_store_costs_the_handle_and_no_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The turn goes on, cold, and an event says why; one line for those who do not
+    listen."""
     events: list[Event] = []
     client = _client(
         FakeRouter(), kvloom_store=BrokenStore(), kvloom_events=events.append
@@ -248,6 +254,8 @@ def test_trouble_with_the_store_costs_the_handle_and_no_answer() -> None:
 
     assert events[0] == StoreFailed(error="OSError")
     assert StoreFailed(error="OSError") in events[1:]
+    (line,) = caplog.messages
+    assert "store of handles cannot be used (OSError)" in line
 
 
 SECRETS = ("alice@example.com", "my own name", "2 + 2?", "four", "kvl1.", "3 + 3?")
@@ -279,6 +287,27 @@ def test_nothing_private_is_told_or_logged(caplog: pytest.LogCaptureFixture) -> 
     told = "\n".join([*map(repr, events), caplog.text, repr(client._carrier.store)])
     assert len(caplog.records) == len(events) == 11
     assert [secret for secret in SECRETS if secret in told] == []
+
+
+def test_no_logger_at_all_is_told_a_handle(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor a thread's name: at DEBUG openai's own logger has the request, which in
+    openai 2 is its JSON, too."""
+    router = FakeRouter()
+    client = _client(router)
+    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "openai")
+
+    with client.conversation("alice@example.com"):
+        for stream in (False, True):
+            answer = _ask(client, stream=stream)
+            assert not stream or list(answer)
+            _ask(client, NEXT)
+
+    sent = [seen.handle for seen in router.seen if seen.handle]
+    assert len(sent) == 2
+    assert any(record.name.startswith("openai") for record in caplog.records)
+    for secret in (*sent, "alice@example.com"):
+        assert secret not in caplog.text
 
 
 def test_records_are_frozen() -> None:

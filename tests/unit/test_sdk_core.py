@@ -18,6 +18,7 @@ from kvloom._carry import Carrier, Ticket
 from kvloom._conversation import Conversation, conversation, current
 from kvloom._outgoing import Outgoing
 from kvloom._thread import conversation_in, lane_of
+from kvloom._tool_times import answered_calls, offered_tools
 from kvloom._turn import Turn
 from kvloom.protocol import (
     CONVERSATION_HEADER,
@@ -200,6 +201,79 @@ def test_a_foreign_servers_params_are_no_handle() -> None:
     turn.see(_chunk("stop") | {KV_TRANSFER_PARAMS: raw}, now=2.0)
 
     assert turn.take_handle() is None
+
+
+nonsense: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, -1, 1.5, "", "stop", "function_call", [], {}, ["x"], {"id": "x"}]
+)
+
+
+def _anything_in(*keys: str, **known: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """An object of the protocol with nonsense in some places, or nonsense itself."""
+    values = {key: nonsense | known.get(key, nonsense) for key in (*keys, *known)}
+    return nonsense | st.fixed_dictionaries({}, optional=values)
+
+
+calls = st.lists(_anything_in("id", "type", function=_anything_in("name")), max_size=2)
+said = _anything_in("role", "content", "reasoning", tool_calls=calls)
+choices = st.lists(
+    _anything_in("index", "finish_reason", "text", delta=said, message=said), max_size=2
+)
+output = st.lists(_anything_in("type", "call_id", "name"), max_size=2)
+answers = st.fixed_dictionaries(
+    {"object": st.just("response") | nonsense},
+    optional={
+        "type": st.just("x.delta") | nonsense,
+        "status": nonsense,
+        "choices": choices,
+        "output": output,
+        "response": nonsense,
+        "delta": nonsense,
+        "error": nonsense,
+        KV_TRANSFER_PARAMS: nonsense | st.just(carry(HANDLE)),
+        "tool_choice": nonsense,
+        "tools": calls | nonsense,
+        "messages": st.lists(_anything_in("role", "tool_call_id"), max_size=2),
+    },
+)
+
+
+@given(answers, st.booleans())
+def test_no_answer_breaks_the_reader(answer: dict[str, Any], is_streamed: bool) -> None:
+    """A foreign server may put anything anywhere: the caller's parser judges it."""
+    turn = _turn(is_streamed=is_streamed)
+    turn.see(answer, now=2.0)
+
+    assert turn.take_handle() in {None, HANDLE}
+    assert answered_calls(answer) is not None
+    assert offered_tools(answer) is not None
+
+
+@pytest.mark.parametrize(
+    ("chunk", "has_begun"),
+    [
+        ({"choices": [{"index": 0, "delta": {"role": "assistant"}}]}, False),
+        ({"choices": [{"index": 0, "delta": {"content": ""}}]}, False),
+        (_chunk("stop"), False),
+        (HELD, False),
+        ({"choices": [{"index": 0, "delta": {"content": "x"}}]}, True),
+        ({"choices": [{"index": 1, "delta": {"content": "x"}}]}, True),
+        ({"choices": [{"index": 0, "delta": {"reasoning": "x"}}]}, True),
+        ({"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}, True),
+        ({"choices": [{"index": 0, "text": "x"}]}, True),
+        ({"type": "response.created", "response": {}}, False),
+        ({"type": "response.reasoning_text.delta", "delta": "x"}, True),
+        ({"type": "response.function_call_arguments.delta", "delta": "{"}, True),
+    ],
+)
+def test_a_stream_has_begun_with_its_first_piece_of_anything(
+    chunk: dict[str, Any], has_begun: bool
+) -> None:
+    """Text, reasoning or a tool call: somebody may have been shown it."""
+    turn = _turn()
+    turn.see(chunk, now=2.0)
+
+    assert turn.has_begun is has_begun
 
 
 # --- reports

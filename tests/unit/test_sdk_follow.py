@@ -67,21 +67,52 @@ def _cut(content: bytes, places: list[int]) -> list[bytes]:
 
 
 cuts = st.lists(st.integers(0, 2000), max_size=30)
+ends = st.sampled_from([b"\n", b"\r\n", b"\r"])
 
 
 @settings(deadline=None)  # a busy machine is no failure
-@given(cuts)
-def test_lines_are_the_same_however_they_are_cut(places: list[int]) -> None:
-    """Each data line is seen once, whole, and its place is in its own piece."""
+@given(cuts, ends)
+def test_lines_are_the_same_however_they_are_cut(places: list[int], end: bytes) -> None:
+    """Each data line is seen once, whole, and its place is in its own piece;
+    whichever of the three line ends a server has."""
     lines = Lines()
     seen = []
-    for piece in _cut(GOOD, places):
+    content = GOOD.replace(b"\r\n", b"\n").replace(b"\n", end)
+    for piece in _cut(content, places):
         for start, payload in lines.feed(piece):
             assert 0 <= start < len(piece)
             seen.append(payload)
 
-    assert seen == [line for line, *_ in (s for _, *s in Lines().feed(GOOD))]
+    assert seen == [payload for _, payload in Lines().feed(GOOD)]
     assert seen[-1] == b"[DONE]"
+    assert list(lines.end()) == []
+
+
+def test_the_last_line_may_lack_its_end() -> None:
+    """Then the end of the bytes is its end."""
+    lines = Lines()
+
+    assert [payload for _, payload in lines.feed(GOOD.rstrip())][-1] != b"[DONE]"
+    assert list(lines.end()) == [b"[DONE]"]
+
+
+class Piece(bytes):
+    """A piece that may not be put together with others one by one."""
+
+    def __add__(self, other: object) -> bytes:
+        raise AssertionError("a long line is copied with each of its pieces")
+
+    __radd__ = __add__
+
+
+def test_a_long_line_is_put_together_once() -> None:
+    """An event of many megabytes costs what its bytes cost, not their square."""
+    lines = Lines()
+    pieces = [Piece(piece) for piece in [b"data: ", *[b"x" * 100] * 50, b"\n"]]
+
+    seen = [payload for piece in pieces for _, payload in lines.feed(piece)]
+
+    assert seen == [b"x" * 5000]
 
 
 @settings(deadline=None)  # a busy machine is no failure

@@ -1,16 +1,19 @@
 """``kvloom.local_cluster()``, with a stand-in for the command that it runs."""
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -21,7 +24,7 @@ import json, os, pathlib, signal, sys
 record = pathlib.Path(os.environ["FAKE_RECORD"])
 options = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[2:])
 ready = pathlib.Path(options["ready-file"])
-began = {"argv": sys.argv[1:], "pid": os.getpid()}
+began = {"argv": sys.argv[1:], "pid": os.getpid(), "ready": str(ready)}
 record.write_text(json.dumps(began))
 def stop(*_):
     record.write_text(json.dumps({**began, "stopped": True}))
@@ -31,6 +34,17 @@ told = {"url": "http://127.0.0.1:9", "base_url": "http://127.0.0.1:9/v1"}
 told |= {"model": "small", "prefill": ["http://p"], "decode": ["http://d"]}
 ready.with_suffix(".part").write_text(json.dumps(told))
 ready.with_suffix(".part").replace(ready)
+while True:
+    signal.pause()
+"""
+
+NEVER_READY = """
+import os, signal
+told = open(os.environ["FAKE_STARTED"], "w", buffering=1)
+def stop(*_):
+    told.write("stopping\\n")
+signal.signal(signal.SIGTERM, stop)
+told.write(f"{os.getpid()}\\n")
 while True:
     signal.pause()
 """
@@ -91,6 +105,76 @@ def test_it_ends_with_whoever_started_it(fake: Path, tmp_path: Path, end: str) -
     assert _record(tmp_path)["stopped"] is True
 
 
+def test_a_child_that_leaves_the_block_ends_nothing(fake: Path, tmp_path: Path) -> None:
+    """A worker that was forked in the block, and gets to its end in its own way: the
+    cluster and its folder are the parent's."""
+    with kvloom.local_cluster():
+        ready = Path(_record(tmp_path)["ready"])
+        stack = contextlib.ExitStack()
+        stack.enter_context(kvloom.local_cluster())
+        second = Path(_record(tmp_path)["ready"])
+        child = os.fork()
+        if child == 0:
+            stack.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+        assert ready.exists()
+        assert second.exists()
+        assert "stopped" not in _record(tmp_path)
+        stack.close()
+        assert _record(tmp_path)["stopped"] is True
+        assert not second.parent.exists()
+        assert ready.exists()
+    assert not ready.parent.exists()
+
+
+def test_a_child_keeps_no_cluster_alive(fake: Path, tmp_path: Path) -> None:
+    """It may outlive the process that started the cluster, and was killed."""
+    child = tmp_path / "child"
+    code = (
+        "import contextlib, os, pathlib, signal, kvloom; stack = contextlib.ExitStack()"
+        "\nstack.enter_context(kvloom.local_cluster())\nchild = os.fork()"
+        "\nif child == 0: signal.pause()"
+        f"\npathlib.Path({str(child)!r}).write_text(str(child))"
+        "\nos.kill(os.getpid(), 9)"
+    )
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=False, env=env)
+    try:
+        _await_end(_record(tmp_path)["pid"])
+    finally:
+        os.kill(int(child.read_text()), 9)
+    assert _record(tmp_path)["stopped"] is True
+
+
+@pytest.mark.parametrize("num_interrupts", [1, 2])
+def test_ctrl_c_leaves_nothing(fake: Path, tmp_path: Path, num_interrupts: int) -> None:
+    """During the start, and again while it stops: the folder goes, and the process."""
+    fake.write_text(NEVER_READY)
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    env = os.environ | {"FAKE_STARTED": str(started), "TMPDIR": str(tmp_path / "temp")}
+    (tmp_path / "temp").mkdir()
+    code = "import kvloom\nwith kvloom.local_cluster(): pass"
+    starting = subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True
+    )
+    with started.open() as told:
+        pid = int(told.readline())
+        starting.send_signal(signal.SIGINT)
+        if num_interrupts == 2:
+            assert told.readline() == "stopping\n"
+            starting.send_signal(signal.SIGINT)
+        else:
+            os.kill(pid, signal.SIGKILL)
+        said = starting.communicate()[1]
+
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    _await_end(pid)
+    assert list((tmp_path / "temp").iterdir()) == []
+
+
 def _await_end(pid: int) -> None:
     try:
         descriptor = os.pidfd_open(pid)
@@ -114,6 +198,10 @@ def _await_end(pid: int) -> None:
             "engine d0 has no memory",
         ),
         ("exit(1)", "said nothing"),
+        (
+            r"import sys; sys.stdout.buffer.write(b'\xff\nerror: no memory'); exit(1)",
+            "no memory",
+        ),
     ],
 )
 def test_a_start_that_fails_says_why_and_what_to_do(
@@ -150,15 +238,15 @@ def test_variables_of_a_new_cluster_are_set(fake: Path) -> None:
 class Given(BaseHTTPRequestHandler):
     """A router that somebody else started."""
 
+    models: ClassVar[Any] = {"data": [{"id": "big"}]}
+    snapshot: ClassVar[Any] = {"engines": [{"role": "prefill", "url": "http://p"}]}
     snapshot_status = 200
 
     def do_GET(self) -> None:
-        told: dict[str, Any] = {"data": [{"id": "big"}]}
-        status = 200
+        told, status = self.models, 200
         if self.path == "/kvloom/snapshot":
-            engines = [{"role": "prefill", "url": "http://p"}]
-            told, status = {"engines": engines}, self.snapshot_status
-        body = json.dumps(told).encode()
+            told, status = self.snapshot, self.snapshot_status
+        body = told.encode() if told == "<html>" else json.dumps(told).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -217,9 +305,57 @@ def test_a_given_cluster_that_does_not_answer_is_said(
     monkeypatch.delenv("KVLOOM_MODEL", raising=False)
     with given(Given) as url:
         pass
-    monkeypatch.setenv("KVLOOM_BASE_URL", f"{url}/v1")
-    with (
-        pytest.raises(kvloom.LocalClusterError, match="KVLOOM_BASE_URL is"),
-        kvloom.local_cluster(),
-    ):
+    _assert_said(monkeypatch, f"{url}/v1", "ConnectError")
+
+
+def _assert_said(monkeypatch: pytest.MonkeyPatch, base_url: str, said: str) -> None:
+    """In one error, without the HTTP library's own behind it."""
+    monkeypatch.setenv("KVLOOM_BASE_URL", base_url)
+    with pytest.raises(kvloom.LocalClusterError) as raised, kvloom.local_cluster():
         pass
+    message = str(raised.value)
+    assert message.startswith(f"KVLOOM_BASE_URL is {base_url!r}, and no model")
+    assert said in message
+    assert "\n" not in message
+    assert len(list(traceback.walk_tb(raised.tb))) < 5
+    assert raised.value.__suppress_context__
+
+
+@pytest.mark.parametrize("base_url", ["maybe", "http://[::1", "http://a:b", "ftp://x"])
+def test_a_base_url_that_is_none_is_said(
+    monkeypatch: pytest.MonkeyPatch, base_url: str
+) -> None:
+    """With the variable and its value."""
+    monkeypatch.delenv("KVLOOM_MODEL", raising=False)
+    _assert_said(monkeypatch, base_url, "correct it (most end in /v1)")
+
+
+@pytest.mark.parametrize(
+    "told", [[], "big", None, {}, {"data": None}, {"data": ["big"]}, {"data": {}}]
+)
+def test_a_server_of_another_kind_is_said(
+    monkeypatch: pytest.MonkeyPatch, told: Any
+) -> None:
+    """Whatever it answers."""
+    monkeypatch.delenv("KVLOOM_MODEL", raising=False)
+
+    class Other(Given):
+        models = told
+
+    with given(Other) as url:
+        _assert_said(monkeypatch, f"{url}/v1", "it lists no model")
+
+
+def test_engines_are_left_out_where_a_server_tells_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another server with a model will do: its address may mean anything there."""
+    for told in ("<html>", {"engines": "none"}, {"engines": [None]}, []):
+
+        class Other(Given):
+            snapshot = told
+
+        with given(Other) as url:
+            monkeypatch.setenv("KVLOOM_BASE_URL", f"{url}/v1")
+            with kvloom.local_cluster() as cluster:
+                assert (cluster.prefill, cluster.decode) == ((), ())

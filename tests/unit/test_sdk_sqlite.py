@@ -7,10 +7,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 
 import pytest
 from hypothesis import settings
-from unit.test_sdk_store import KEY, StoreMachine, _history, _stored
+from unit.test_sdk_store import KEY, StoreMachine, _history, _in_a_child, _stored
 
 from kvloom import HandleStore, HandleStoreError, SQLiteStore
 from kvloom._store import HANDLE_TTL_S
@@ -127,6 +128,24 @@ def test_a_forked_worker_uses_a_connection_of_its_own(path: Path) -> None:
     store.close()
 
 
+def test_a_forked_worker_closes_nothing_of_its_parents(path: Path) -> None:
+    """Nor does it wait for a thread that was at work in the store: there is none."""
+    store = SQLiteStore(path)
+    store.put(KEY, _stored("parent", "a"))
+
+    def is_right() -> bool:
+        store.close()
+        store.put(KEY, _stored("child", "a", "b"))
+        store.close()
+        return True
+
+    with store._link._lock:
+        assert _in_a_child(is_right)
+    assert store.pop(KEY, _history("a", "b"), now=0) == "child"
+    assert store.pop(KEY, _history("a"), now=0) == "parent"
+    store.close()
+
+
 def test_expired_handles_leave_the_file(path: Path) -> None:
     """A handle is not given out after its time, and its row goes."""
     clock = Clock()
@@ -211,6 +230,54 @@ def test_a_store_that_is_locked_says_so_in_bounded_time(path: Path) -> None:
     store.put(KEY, _stored("h", "a"))
     assert store.pop(KEY, _history("a"), now=0) == "h"
     store.close()
+
+
+def test_a_store_that_stays_locked_holds_up_no_crowd(path: Path) -> None:
+    """Not each of many turns waits for it, in one thread or in many: an event loop
+    goes on, and no thread waits for all that came before it."""
+    store = SQLiteStore(path, timeout_s=0.5)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("begin immediate")
+
+    def is_refused(_: int) -> bool:
+        try:
+            store.put(KEY, _stored("h", "a"))
+        except HandleStoreError:
+            return True
+        return False
+
+    refused: list[bool] = []
+
+    def crowd() -> None:
+        refused.extend(map(is_refused, range(200)))
+        with ThreadPoolExecutor(100) as pool:
+            refused.extend(pool.map(is_refused, range(100)))
+
+    crowding = Thread(target=crowd, daemon=True)
+    crowding.start()
+    crowding.join(30)  # a hundred seconds and more, if each waits for half a one
+
+    assert refused == [True] * 300
+    holder.execute("rollback")
+    holder.close()
+    store.close()
+
+
+@pytest.mark.parametrize("pattern", ["handles.sqlite", "handles.sqlite*"])
+def test_a_deleted_file_is_made_anew(path: Path, pattern: str) -> None:
+    """Whoever tidies up costs the handles that were there, and no others: all
+    stores meet again in the new file."""
+    first, second = SQLiteStore(path), SQLiteStore(path)
+    first.put(KEY, _stored("old", "a"))
+    for found in list(path.parent.glob(pattern)):
+        found.unlink()
+
+    for n in range(4):
+        first.put(KEY, _stored(f"new{n}", "a", "b"))
+        assert second.pop(KEY, _history("a", "b"), now=0) == f"new{n}"
+    assert path.exists()
+    first.close()
+    second.close()
 
 
 class SQLiteMachine(StoreMachine):

@@ -1,5 +1,8 @@
 """The store of handles: given out once, in bounds, forgotten in time."""
 
+import os
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvloom import HandleStore, MemoryStore
 from kvloom._history import History, history_of
+from kvloom._spoken import Spoken
 from kvloom._store import HANDLE_TTL_S, StoredHandle, StoreKey
+from kvloom._tool_times import ToolTimes
 
 KEY = StoreKey("http://fake/v1", "m", "kvl-conversation")
 
@@ -46,6 +51,50 @@ def test_threads_that_race_get_it_once() -> None:
         )
 
     assert sorted(h for h in popped if h) == [str(n) for n in range(8)]
+
+
+def _in_a_child(is_right: Callable[[], bool]) -> bool:
+    """Whether a forked child finds that it is; it may take ten seconds for it."""
+    child = os.fork()
+    if child == 0:
+        answers: list[bool] = []
+        asking = threading.Thread(target=lambda: answers.append(is_right()))
+        asking.daemon = True
+        asking.start()
+        asking.join(10)
+        os._exit(0 if answers == [True] else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_worker_has_none_of_its_parents_handles() -> None:
+    """A server that forks its workers in the middle of conversations: parent and
+    child never bring the same handle. What the child is given itself it keeps."""
+    store = MemoryStore()
+    store.put(KEY, _stored("parent", "a"))
+
+    def is_right() -> bool:
+        found = store.pop(KEY, _history("a"), now=1)
+        store.put(KEY, _stored("child", "a"))
+        return found is None and store.pop(KEY, _history("a"), now=1) == "child"
+
+    assert _in_a_child(is_right)
+    assert store.pop(KEY, _history("a"), now=1) == "parent"
+
+
+def test_a_fork_in_the_middle_of_a_turn_leaves_no_lock_behind() -> None:
+    """Another thread was at work in a store, or in what is known of tools and of
+    threads, when this one forked: the child goes on."""
+    store, times, spoken = MemoryStore(), ToolTimes(), Spoken()
+
+    def is_right() -> bool:
+        return (
+            store.pop(KEY, _history("a"), now=1) is None
+            and times.expected_s(KEY, ["tool"]) is None
+            and not spoken.of("thread")
+        )
+
+    with store._lock, times._lock, spoken._lock:
+        assert _in_a_child(is_right)
 
 
 def test_the_longest_fitting_history_wins() -> None:
