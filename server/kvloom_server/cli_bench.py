@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from .bench import layouts, pressure, proxies, reuse, sdk, simulate
+from .bench import crowded, layouts, pressure, proxies, reuse, sdk, simulate
 from .bench.contenders import BenchUnavailableError
 from .bench.converters import CONVERTERS
 from .bench.environment import arguments, environment
@@ -175,12 +175,39 @@ def sdk_(json: JsonFile = None, quick: Quick = False, repeats: Repeats = None) -
 
 
 @bench.command("pressure")
-def pressure_(json: JsonFile = None, quick: Quick = False, seed: Seed = 0) -> None:
-    """Whether a decision costs more with 100,000 conversations in the map."""
+def pressure_(
+    json: JsonFile = None,
+    quick: Quick = False,
+    seed: Seed = 0,
+    engines: Annotated[
+        bool,
+        typer.Option("--engines", help="More conversations than a real one can hold."),
+    ] = False,
+) -> None:
+    """Whether a decision costs more with 100,000 conversations in the map.
+
+    With --engines: what kvloom's and vLLM's own connector do with 4, 8 and 16
+    conversations at once on a decode engine that has room for five. Needs what
+    `bench reuse` needs, but for vllm-router.
+    """
+    if engines:
+        _crowded(json, seed, crowded.CROWDS[:1] if quick else crowded.CROWDS)
+        return
     sizes = pressure.SIZES[:3] if quick else pressure.SIZES
     total = pressure.num_steps(sizes)
     with _results(json, layouts.PRESSURE) as results, _steps(total) as step:
         pressure.measure(results, sizes=sizes, seed=seed, step=step)
+
+
+def _crowded(json: Path | None, seed: int, crowds: Sequence[int]) -> None:
+    console = Console(stderr=True, force_terminal=False)
+
+    async def run(results: Results, step: Step) -> None:
+        await crowded.measure(
+            results, crowds=crowds, seed=seed, console=console, step=step
+        )
+
+    _awaited(run, json, layouts.CROWDED, total=crowded.num_steps(crowds))
 
 
 @bench.command("simulate")

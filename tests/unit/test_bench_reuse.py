@@ -167,6 +167,9 @@ vllm:prefix_cache_hits_total{engine="1",model_name="m"} 32.0
 vllm:external_prefix_cache_hits_total{engine="0",model_name="m"} 16.0
 vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 2.5e+06
 vllm:nixl_xfer_time_seconds_sum{engine="0",model_name="m"} 0.25
+vllm:num_preemptions_total{engine="0",model_name="m"} 2.0
+vllm:kvloom_lease_events_total{engine="0",reason="room",state="evicted"} 3.0
+vllm:kvloom_lease_events_total{engine="0",reason="",state="granted"} 40.0
 python_info{version="3.11"} 1.0
 """
 
@@ -179,6 +182,8 @@ def test_an_engine_tells_what_it_did_for_a_turn() -> None:
         returned_tokens=16.0,
         moved_bytes=2.5e6,
         moved_s=0.25,
+        preemptions=2.0,
+        evictions=3.0,
     )
     before = Counters(local_tokens=96.0, returned_tokens=6.0)
     assert found.since(before).local_tokens == 0.0

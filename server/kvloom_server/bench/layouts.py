@@ -166,3 +166,22 @@ TURNS: Final = Layout(
         Column(title="TTFT, ms", name="ttft_ms", digits=0),
     ),
 )
+
+CROWDED: Final = (
+    Layout(
+        title="More conversations than decode has room for",
+        where={"row": "pressure_engines"},
+        columns=(
+            Column(title="at once", name="conversations"),
+            Column(title="variant", name="variant"),
+            Column(title="turns", name="turns"),
+            Column(title="served", name="served"),
+            Column(title="over 5 s", name="waits"),
+            Column(title="TTFT p50, ms", name="ttft_p50_ms", digits=0),
+            Column(title="p95, ms", name="ttft_p95_ms", digits=0),
+            Column(title="preemptions", name="preemptions"),
+            Column(title="leases given up", name="evictions"),
+            Column(title="tokens returned", name="returned_tokens"),
+        ),
+    ),
+)

@@ -212,7 +212,10 @@ async def measure_on(
     async with AsyncExitStack() as stack:
         stack.enter_context(without_settings())
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=TIMEOUT))
-        others = await _others(http, pair, stock, effort, stack)
+        started = await stack.enter_async_context(processes())
+        others = await contestants_of(
+            http, pair, stock, effort.variants, stack, started
+        )
         player = Player(
             http,
             model=pair.model,
@@ -227,17 +230,26 @@ async def measure_on(
         results.add(row)
 
 
-async def _others(
+async def contestants_of(
     http: aiohttp.ClientSession,
     pair: EnginePair,
     stock: EnginePair | None,
-    effort: Effort,
+    variants: Sequence[Variant],
     stack: AsyncExitStack,
+    started: Processes,
 ) -> dict[Variant, Contestant]:
-    """Whoever serves the variants, started for the time of ``stack``."""
-    started = await stack.enter_async_context(processes())
+    """Whoever serves the variants.
+
+    Args:
+        http: a client.
+        pair: engines with kvloom's connector.
+        stock: with vLLM's own; ``None`` where no variant needs it.
+        variants: but for *single*.
+        stack: routers stop at its end.
+        started: proxies stop at its end.
+    """
     made: dict[Variant, Contestant] = {}
-    for variant in effort.variants:
+    for variant in variants:
         if variant in ROUTERS:
             url = await stack.enter_async_context(_router(pair, variant))
             made[variant] = Contestant(
