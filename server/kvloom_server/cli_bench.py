@@ -42,6 +42,9 @@ bench = typer.Typer(
 
 Step = Callable[[str], None]
 
+FILE_WIDTH = 160
+"""Columns of tables that go to a file or a pipe, where nobody says how wide it is."""
+
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", help="Write JSON lines here: the environment, then rows."),
@@ -99,7 +102,7 @@ def reuse_(
     All play the same conversations in turn in one run. Needs vLLM, as `kvloom up`
     does, two cores, some 12 GB for two pairs of engines, and vllm-router (pip install
     'kvloom\[bench]') unless --variant leaves rival out. --quick plays all variants,
-    but one conversation from 400 tokens on, three turns, with one second for each
+    but one conversation from 400 tokens on, three turns, with 0.7 seconds for each
     tool: no spread and no long histories. Without it: three conversations each from
     1,000, 2,000 and 4,000 tokens on, four turns.
     """
@@ -244,6 +247,8 @@ def _awaited(
 def _results(json: Path | None, shown: Sequence[Layout]) -> Iterator[Results]:
     """Rows to be filled in, which are shown at the end."""
     console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
     try:
         with Results(json, environment(arguments())) as results:
             yield results

@@ -23,7 +23,7 @@ from kvloom_server.bench.reuse_rows import (
     summary_rows,
     turn_row,
 )
-from kvloom_server.bench.ways import Asked
+from kvloom_server.bench.ways import Asked, Done
 
 IDS = st.lists(st.integers(0, 3), max_size=12)
 SEEDS = st.integers(0, 100)
@@ -156,7 +156,7 @@ def test_tokens_of_others_routers_are_counted_at_prefill(variant: Variant) -> No
     """They name no plan; decode's usage says what it read from prefill."""
     heard = answer(1.0, [1] * 10, [2], 9)
     prefill = Counters(local_tokens=4.0, returned_tokens=3.0)
-    found = sources(Asked(heard=heard, prefill=prefill), variant)
+    found = sources(Asked(heard=heard, done=Done(prefill=prefill)), variant)
     assert (found.local, found.returned, found.computed) == (4, 3, 3)
 
 
@@ -195,7 +195,7 @@ def moved(heard: Heard) -> Asked:
     """KV went both ways for it."""
     prefill = Counters(moved_bytes=3000.0, moved_s=0.002)
     decode = Counters(moved_bytes=1000.0, moved_s=0.001)
-    return Asked(heard=heard, prefill=prefill, decode=decode)
+    return Asked(heard=heard, done=Done(prefill=prefill, decode=decode))
 
 
 def rows_of(variant: Variant, ms: float, *, cache: str = "lost") -> list[Row]:

@@ -8,7 +8,7 @@ that would count as the tool's.
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import aiohttp
@@ -17,7 +17,7 @@ from .dialogues import dialogue
 from .results import Results
 from .reuse_rows import Place, PrefillCache, Variant, error_row, turn_row
 from .talks import Message, Talk
-from .ways import Ask, Asked, Contestant, TurnFailedError, forget
+from .ways import Ask, Asked, Contestant, Done, TurnFailedError, forget
 
 NOT_ASKED: Final = "not asked: the turn before it failed"
 
@@ -103,15 +103,20 @@ class Player:
         messages: list[Message] = list(talk.opening)
         history: list[int] = []
         played: list[_Played] = []
+        before: Done | None = None
         for place in places:
             turn = place.turn - 1
             body = self._body(talk, messages, turn, salt)
             is_final = turn == talk.num_turns - 1
             ask = Ask(body=body, conversation=f"bench-{salt}", is_final=is_final)
             try:
+                before = before or await self._done(place)
                 asked = await self._asked(ask, place)
+                done = await self._done(place)
             except TurnFailedError as error:
                 return played, str(error)
+            asked = replace(asked, done=done.since(before))
+            before = done
             played.append(_Played(place=place, body=body, asked=asked, history=history))
             if not is_final:
                 heard = asked.heard
@@ -130,26 +135,23 @@ class Player:
             **talk.prompt(turn),
         }
 
+    async def _done(self, place: Place) -> Done:
+        return await self._contestants[place.variant].done(self._http)
+
     async def _asked(self, ask: Ask, place: Place) -> Asked:
         """One turn; where its cache is lost, prefill loses it while the answer
         goes on."""
         contestant = self._contestants[place.variant]
         if place.prefill_cache == "kept":
-            return await contestant.ask(self._http, ask)
+            return await contestant.way.ask(ask)
         losing: list[asyncio.Task[None]] = []
 
         def lose() -> None:
             forgetting = forget(self._http, contestant.prefill)
             losing.append(asyncio.create_task(forgetting))
 
-        told = Ask(
-            body=ask.body,
-            conversation=ask.conversation,
-            is_final=ask.is_final,
-            on_first=lose,
-        )
         try:
-            asked = await contestant.ask(self._http, told)
+            asked = await contestant.way.ask(replace(ask, on_first=lose))
             await asyncio.gather(*losing)
         finally:
             for task in losing:
@@ -175,6 +177,6 @@ class Player:
         if prompt not in self._truths:
             fresh = turn.body | {"cache_salt": uuid.uuid4().hex}
             ask = Ask(body=fresh, conversation="", is_final=True)
-            answer = await self._single.ask(self._http, ask)
+            answer = await self._single.way.ask(ask)
             self._truths[prompt] = answer.heard.token_ids
         return self._truths[prompt]

@@ -42,7 +42,7 @@ Step = Callable[[str], None]
 
 TOOL_S: Final = 1.5
 """How long every tool runs: between two turns."""
-QUICK_TOOL_S: Final = 1.0
+QUICK_TOOL_S: Final = 0.7
 ROUTERS: Final[dict[Variant, dict[str, Any]]] = {
     Variant.OFF: {"returns": "off", "direct_tokens": 0},
     Variant.LAZY: {"returns": "lazy", "direct_tokens": 0},

@@ -57,8 +57,8 @@ def sources(asked: Asked, variant: Variant) -> Sources:
     heard, plan = asked.heard, asked.plan
     prompt = len(heard.prompt_ids)
     if variant in STOCK_ENGINES:
-        local = round(asked.prefill.local_tokens)
-        returned = round(asked.prefill.returned_tokens)
+        local = round(asked.done.prefill.local_tokens)
+        returned = round(asked.done.prefill.returned_tokens)
         return Sources(
             local=local, returned=returned, computed=prompt - local - returned
         )
@@ -116,8 +116,10 @@ def turn_row(
         "local_tokens": found.local,
         "returned_tokens": found.returned,
         "computed_tokens": found.computed,
-        "moved_bytes": round(asked.prefill.moved_bytes + asked.decode.moved_bytes),
-        "moved_ms": 1e3 * (asked.prefill.moved_s + asked.decode.moved_s),
+        "moved_bytes": round(
+            asked.done.prefill.moved_bytes + asked.done.decode.moved_bytes
+        ),
+        "moved_ms": 1e3 * (asked.done.prefill.moved_s + asked.done.decode.moved_s),
         "wrong": list(truth) != heard.token_ids,
         "answer_tokens": len(heard.token_ids),
         "plan": plan.plan.value if plan else None,

@@ -49,14 +49,29 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What a pair of engines did."""
+
+    prefill: Counters = field(default_factory=Counters)
+    decode: Counters = field(default_factory=Counters)
+
+    def since(self, before: "Done") -> "Done":
+        """What was added after ``before``."""
+        return Done(
+            prefill=self.prefill.since(before.prefill),
+            decode=self.decode.since(before.decode),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """One turn that was answered."""
 
     heard: Heard
     plan: PlanReport | None = None
-    prefill: Counters = field(default_factory=Counters)
-    """What the engines did meanwhile."""
-    decode: Counters = field(default_factory=Counters)
+    done: Done = field(default_factory=Done)
+    """What the engines did for it: since the turn before, so that what moved while
+    the tool ran is this turn's."""
 
 
 class Way(Protocol):
@@ -135,26 +150,17 @@ class Contestant:
     decode: str | None = None
     """``None``: prefill is one ordinary vLLM, and answers itself."""
 
-    async def ask(self, http: aiohttp.ClientSession, turn: Ask) -> Asked:
-        """The answer to one turn, and what the engines did for it.
+    async def done(self, http: aiohttp.ClientSession) -> Done:
+        """What the engines have done so far.
 
         Raises:
-            TurnFailedError: there is none.
+            TurnFailedError: they do not tell.
         """
-        before = await self._counters(http)
-        asked = await self.way.ask(turn)
-        prefill, decode = (
-            now.since(then)
-            for now, then in zip(await self._counters(http), before, strict=True)
-        )
-        return replace(asked, prefill=prefill, decode=decode)
-
-    async def _counters(self, http: aiohttp.ClientSession) -> tuple[Counters, Counters]:
         try:
             prefill = await read_counters(http, self.prefill)
             if self.decode is None:
-                return prefill, Counters()
-            return prefill, await read_counters(http, self.decode)
+                return Done(prefill=prefill)
+            return Done(prefill=prefill, decode=await read_counters(http, self.decode))
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TurnFailedError(f"an engine tells no metrics: {error}") from error
 
