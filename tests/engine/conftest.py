@@ -20,7 +20,14 @@ EXACT = "--engine-arg=--dtype=float32"
 
 
 SHARING = (
-    ("endpoints", "never_stuck", "return_modes", "right_answers", "soak"),
+    (
+        "bench_reuse",
+        "endpoints",
+        "never_stuck",
+        "return_modes",
+        "right_answers",
+        "soak",
+    ),
     ("examples", "notebooks", "standard_suite"),
 )
 """Files whose tests use the same cluster, which starts once if they run in a row."""
