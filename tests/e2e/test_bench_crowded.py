@@ -24,8 +24,8 @@ def pair_of(cluster: FakeCluster, model: str) -> EnginePair:
 async def played(model: str = "fake-model") -> tuple[list[Row], list[str]]:
     """All rows, and the steps that were told of."""
     async with (
-        FakeCluster(fails_truncated_calls=False) as ours,
-        FakeCluster(fails_truncated_calls=False) as theirs,
+        FakeCluster(fails_truncated_calls=False, claim_wait_s=30.0) as ours,
+        FakeCluster(fails_truncated_calls=False, claim_wait_s=30.0) as theirs,
     ):
         steps: list[str] = []
         with Results(None, {}) as results:

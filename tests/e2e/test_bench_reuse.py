@@ -34,7 +34,7 @@ async def fake_pair() -> AsyncIterator[tuple[FakeCluster, EnginePair]]:
     A forced call that prefill's one token cuts off is no error to vLLM 0.32, and
     vLLM's example counts on that.
     """
-    async with FakeCluster(fails_truncated_calls=False) as cluster:
+    async with FakeCluster(fails_truncated_calls=False, claim_wait_s=30.0) as cluster:
         prefill, decode = (
             EngineSpec(url=server.url, lease_address=server.lease_address)
             for server in (cluster.prefill[0], cluster.decode[0])

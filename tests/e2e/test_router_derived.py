@@ -7,11 +7,8 @@ import pytest
 from e2e.test_router_stage import CHAT, MODEL, Stage, fresh, opening, staged
 
 from kvloom.protocol import PLAN_HEADER, PlanReport
-from kvloom.testing import EngineOptions
 
 pytestmark = pytest.mark.anyio
-
-PATIENT: EngineOptions = {"claim_wait_s": 30.0}
 
 
 @pytest.fixture
@@ -40,7 +37,7 @@ def on(messages: list[Any], said: Any, text: str = "and then? ") -> list[Any]:
 
 async def test_a_client_without_any_header_gets_reuse() -> None:
     """An unmodified client's loop starts every turn from the cache."""
-    async with staged(**PATIENT) as stage:
+    async with staged() as stage:
         messages, covered = opening(), 0
         for number in range(4):
             report, said = await ask(stage, messages)
@@ -54,7 +51,7 @@ async def test_a_client_without_any_header_gets_reuse() -> None:
 
 async def test_an_id_that_is_new_each_time_is_no_name() -> None:
     """Ids of requests do not keep a conversation apart from itself."""
-    async with staged(**PATIENT) as stage:
+    async with staged() as stage:
         _, said = await ask(stage, opening(), **{"X-Request-ID": "one"})
         messages = on(opening(), said)
         report, _ = await ask(stage, messages, **{"X-Request-ID": "two"})
@@ -64,7 +61,7 @@ async def test_an_id_that_is_new_each_time_is_no_name() -> None:
 async def test_branches_share_what_they_have_in_common() -> None:
     """Two ways on from one history both start from its lease, which neither
     takes from the other."""
-    async with staged(**PATIENT) as stage:
+    async with staged() as stage:
         first, said = await ask(stage, opening())
         one, other = (on(opening(), said, text) for text in ("this? ", "that? "))
         report, answer = await ask(stage, one)
@@ -82,7 +79,7 @@ async def test_branches_share_what_they_have_in_common() -> None:
 async def test_two_users_who_begin_alike_get_their_own_answers() -> None:
     """The same first message is answered from the shared lease at most, and
     what follows is each one's own."""
-    async with staged(**PATIENT) as stage:
+    async with staged() as stage:
         _, said = await ask(stage, opening())
         _, same = await ask(stage, opening())
         assert same == said
@@ -93,7 +90,7 @@ async def test_two_users_who_begin_alike_get_their_own_answers() -> None:
 async def test_what_the_client_drops_of_answers_costs_no_conversation() -> None:
     """A client that strips or rewrites answers is recognised by its own words,
     and answered right."""
-    async with staged(**PATIENT) as stage:
+    async with staged() as stage:
         first, _ = await ask(stage, opening())
         messages = on(opening(), {"content": "something else entirely"})
         report, _ = await ask(stage, messages)
@@ -121,7 +118,7 @@ async def test_it_can_be_switched_off() -> None:
 )
 async def test_an_agents_own_header_names_its_conversation(header: str) -> None:
     """Also where the history can't be told to go on: it was compacted."""
-    async with staged(**PATIENT) as stage:
+    async with staged() as stage:
         await ask(stage, opening(), **{header: "the agent's own"})
         shorter = [opening()[0], {"role": "user", "content": "in short: " * 20}]
         report, _ = await ask(stage, shorter, **{header: "the agent's own"})

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.anyio
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 GENERATE = "/inference/v1/generate"
-PATIENT: EngineOptions = {"claim_wait_s": 30.0}
 """A claim that is late on a busy machine is not what these tests are about."""
 SYSTEM = "You are a guide. " * 30
 QUESTION = "what is there to see? " * 20
@@ -227,7 +226,7 @@ async def test_a_loop_starts_every_turn_from_the_cache(
 ) -> None:
     """In every API, streamed or not: from the second turn on nearly all of the
     history is reused, and the answers are those of a fresh engine."""
-    async with staged(**PATIENT) as stage:
+    async with staged() as stage:
         talk, covered = api(stage, is_streamed=is_streamed), 0
         for number in range(4):
             stage.cluster.prefill[0].engine.lose_cache()
@@ -254,7 +253,7 @@ async def test_a_router_that_forgot_serves_from_the_handle(
     """The handle alone is enough, whichever way the API carries it: in the
     body, or as a header that is sent back."""
     key = {"handle_key": "k" * 32}
-    async with staged(settings=key, **PATIENT) as stage:
+    async with staged(settings=key) as stage:
         talk = api(stage, is_streamed=is_streamed)
         said = await talk.turn()
         assert said.handle is not None
@@ -279,7 +278,7 @@ async def test_tools_are_called_and_answered(
 ) -> None:
     """A forced call goes through prefill and decode, and the turn with the
     tool's result starts from the cache."""
-    async with staged(responder=thoughtful, **PATIENT) as stage:
+    async with staged(responder=thoughtful) as stage:
         talk = api(stage, is_streamed=is_streamed)
         _has_to_call(talk)
         said = await talk.turn()
@@ -303,7 +302,7 @@ async def test_the_history_is_at_prefill_when_the_tool_is_done(
 ) -> None:
     """Mode eager in every API that has tools: prefill reads prompt and answer while
     the tool runs, in the tokens that were generated, and the lease ends."""
-    async with staged(settings={"returns": "eager"}, **PATIENT) as stage:
+    async with staged(settings={"returns": "eager"}) as stage:
         talk = api(stage, is_streamed=is_streamed)
         _has_to_call(talk)
         said = await talk.turn()
@@ -328,7 +327,7 @@ async def test_a_plain_answer_is_followed_by_no_warm_up(api: type[Talk]) -> None
     def chatty(_context: Context) -> Answer:
         return Answer(content='"stop_reason": "tool_use" "type": "function_call"')
 
-    options = {"responder": chatty, **PATIENT}
+    options = {"responder": chatty}
     async with staged(settings={"returns": "eager"}, **options) as stage:
         for is_streamed in (False, True):
             talk = api(stage, is_streamed=is_streamed)
@@ -340,7 +339,7 @@ async def test_a_plain_answer_is_followed_by_no_warm_up(api: type[Talk]) -> None
 @pytest.mark.parametrize("api", [ResponsesTalk, MessagesTalk])
 async def test_without_rendering_a_turn_keeps_its_lease(api: type[Talk]) -> None:
     """``--enable-scale-out`` is off: no warm-up, and the return is as lazy as ever."""
-    off: EngineOptions = {"scale_out": False, **PATIENT}
+    off: EngineOptions = {"scale_out": False}
     async with staged(settings={"returns": "eager"}, **off) as stage:
         talk = api(stage, is_streamed=True)
         _has_to_call(talk)

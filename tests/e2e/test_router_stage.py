@@ -262,7 +262,10 @@ async def staged(
     **options: Unpack[EngineOptions],
 ) -> AsyncIterator[Stage]:
     """Fake engines and a router in front of them; all is well at the end."""
-    async with FakeCluster(prefill=prefill, decode=decode, **options) as cluster:
+    # A machine that is busy answers claims late, which is right and not what a test
+    # of something else is about.
+    patient: EngineOptions = {"claim_wait_s": 30.0, **options}
+    async with FakeCluster(prefill=prefill, decode=decode, **patient) as cluster:
         async with Stage(cluster, settings or {}) as stage:
             yield stage
         for server in cluster.servers:
