@@ -55,6 +55,13 @@ def test_the_benchmarks_figures_come_from_result_files() -> None:
         assert (ROOT / "docs" / picture).exists()
 
 
+def test_the_clients_figures_come_from_a_result_file() -> None:
+    """No figure is typed (`python benchmarks/render_clients.py`)."""
+    render = script("benchmarks/render_clients.py")
+    text = (ROOT / "docs" / "clients.md").read_text()
+    assert render.updated(text) == text
+
+
 def test_every_command_of_the_readme_is_run_somewhere() -> None:
     """A command that nobody runs here is a command that may not work."""
     run_by = {

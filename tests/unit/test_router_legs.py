@@ -210,6 +210,7 @@ def test_engines_see_no_key_of_the_client() -> None:
         ({"x-session-affinity": "opencode"}, {}, "opencode"),
         ({"x-dynamo-session-id": "d"}, {}, "d"),
         ({"x-litellm-session-id": "l"}, {}, "l"),
+        ({"x-smg-routing-key": "session"}, {}, "session"),
         ({"x-dynamo-parent-session-id": "never-this"}, {}, None),
         ({"x-parent-session-id": "never-this"}, {}, None),
         ({"x-request-id": "never-this"}, {}, None),

@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -16,11 +17,30 @@ PREFIX: Final = "kvloom-run-"
 _LOCK: Final = "owner.lock"
 
 
+MAX_PATH: Final = 107 - len("/") - len(str(uuid.UUID(int=0)))
+"""Longest path of a folder that vLLM puts its sockets into, each named by a UUID: paths
+of sockets have 107 characters at the most (Linux)."""
+
+
+class ScratchError(OSError):
+    """Engines could not make their sockets there; the message says what to do."""
+
+
 class Scratch:
-    """A new folder under the one for temporary files."""
+    """A new folder under the one for temporary files.
+
+    Raises:
+        ScratchError: its path is too long for sockets.
+    """
 
     def __init__(self) -> None:
-        # A short name: paths of sockets have 107 characters at the most.
+        above = tempfile.gettempdir()
+        num_over = len(os.fsencode(above)) + len(f"/{PREFIX}12345678") - MAX_PATH
+        if num_over > 0:
+            raise ScratchError(
+                f"{above} is {num_over} characters too long for the engines' sockets: "
+                "set TMPDIR to a folder with a shorter path"
+            )
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock: int | None = _held(self.path)
 

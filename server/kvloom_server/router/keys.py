@@ -20,6 +20,7 @@ AGENT_HEADERS: Final[tuple[tuple[str, ...], ...]] = (
     ("x-session-affinity",),  # OpenCode; Fireworks reads the same
     ("x-dynamo-session-id",),
     ("x-litellm-session-id",),
+    ("x-smg-routing-key",),  # agentic-bench; SGLang's gateway reads the same
 )
 """Headers that agents and gateways send by themselves, with what completes
 each."""
