@@ -4,6 +4,7 @@ kvloom bench reuse --quick --json docs/results/reuse.jsonl
 kvloom bench router --json docs/results/router.jsonl
 kvloom bench sdk --json docs/results/sdk.jsonl
 kvloom bench pressure --json docs/results/pressure.jsonl
+kvloom bench pressure --engines --json docs/results/crowded.jsonl
 python benchmarks/lease_book.py --json docs/results/lease_book.jsonl
 kvloom bench simulate --json docs/results/simulate.jsonl
 python benchmarks/render_benchmarks.py --plots
@@ -16,11 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvloom_server.bench import layouts
+from kvloom_server.bench.crowded import NUM_TURNS, PREFIX_TOKENS, SMALL_DECODE
+from kvloom_server.bench.crowded import TOOL_S as CROWD_TOOL_S
 from kvloom_server.bench.laws import REQUESTS
 from kvloom_server.bench.plots import PLOTS
 from kvloom_server.bench.results import Row, figure, read_results, select
 from kvloom_server.bench.reuse import TOOL_S
 from kvloom_server.bench.reuse_rows import summary_rows
+from kvloom_server.bench.rivals import BLOCKS_TTL_S
 from kvloom_server.bench.simulate import LEARNING_CONVERSATIONS
 from kvloom_server.bench.tables import markdown
 
@@ -316,6 +320,25 @@ The same of a decode engine's lease book, by the number of leases of 512 tokens:
 """
 
 
+def crowd(where: dict[str, Any], rows: list[Row]) -> str:
+    """``kvloom bench pressure --engines``."""
+    shown = select(rows, row="pressure_engines")
+    return f"""\
+### More conversations than decode has room for
+
+{command(where)}
+
+Two real pairs whose decode engine has {SMALL_DECODE[0].partition("=")[2]} blocks, room for some
+five of these conversations ({NUM_TURNS} turns from {PREFIX_TOKENS} tokens on, a tool of
+{CROWD_TOOL_S:g} s); all of a crowd begin together. *stock* keeps a finished turn for
+{BLOCKS_TTL_S} s, after which nothing returns. TTFT of turns after the first, from the client.
+
+{machine(where)}
+
+{markdown(shown, layouts.CROWDED[0])}
+"""
+
+
 # --- simulation
 
 
@@ -390,6 +413,7 @@ SECTIONS: Final = (
     Section("sdk.jsonl", sdk),
     Section("pressure.jsonl", pressure),
     Section("lease_book.jsonl", lease_book),
+    Section("crowded.jsonl", crowd),
     Section("simulate.jsonl", simulate),
 )
 

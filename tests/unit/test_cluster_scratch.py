@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvloom_server.cluster.doctor import examine
 from kvloom_server.cluster.scratch import PREFIX, Scratch, remove_abandoned
 
 OWNER = """
 import sys
+from kvloom_server.cluster.doctor import examine
 from kvloom_server.cluster.scratch import Scratch
 print(Scratch().path, flush=True)
 sys.stdin.read()
@@ -67,3 +69,14 @@ def test_what_is_not_surely_abandoned_stays(folder):
     before = sorted(folder.iterdir())
     assert remove_abandoned() == []
     assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(("length", "is_ok"), [(50, True), (51, False)])
+def test_the_doctor_knows_paths_that_are_too_long_for_sockets(
+    monkeypatch, length, is_ok
+):
+    """vLLM ends with a word of ZeroMQ's that tells nobody what to do."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (length - 1))
+    [found] = [each for each in examine() if "sockets" in each.what]
+    assert found.is_ok is is_ok
+    assert is_ok or "1 characters shorter" in found.cure

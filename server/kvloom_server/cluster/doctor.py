@@ -5,11 +5,13 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import model as bundled
+from .scratch import num_too_long
 
 VLLM_SERIES = "0.32"
 """The vLLM that the connector supports; its own check is the one that counts."""
@@ -36,7 +38,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at everything a local cluster needs on this machine."""
-    return [*_python(), *_engine(), *_model(), *_machine()]
+    return [*_python(), *_engine(), *_model(), *_machine(), *_sockets()]
 
 
 def _version(distribution: str) -> str | None:
@@ -138,6 +140,17 @@ def _disk() -> Iterator[Finding]:
         is_ok=free >= need,
         detail=f"{free:.0f} GiB free for {'the model' if has_engine else 'vLLM'}",
         cure=cure,
+    )
+
+
+def _sockets() -> Iterator[Finding]:
+    temporary = tempfile.gettempdir()
+    yield Finding(
+        what="a short path for the engines' sockets",
+        is_ok=num_too_long(temporary) <= 0,
+        detail=temporary,
+        cure=f"set TMPDIR to a folder whose path is {num_too_long(temporary)} "
+        "characters shorter: Linux takes 107 for a socket's",
     )
 
 

@@ -22,25 +22,11 @@ MAX_PATH: Final = 107 - len("/") - len(str(uuid.UUID(int=0)))
 of sockets have 107 characters at the most (Linux)."""
 
 
-class ScratchError(OSError):
-    """Engines could not make their sockets there; the message says what to do."""
-
-
 class Scratch:
-    """A new folder under the one for temporary files.
-
-    Raises:
-        ScratchError: its path is too long for sockets.
-    """
+    """A new folder under the one for temporary files."""
 
     def __init__(self) -> None:
-        above = tempfile.gettempdir()
-        num_over = len(os.fsencode(above)) + len(f"/{PREFIX}12345678") - MAX_PATH
-        if num_over > 0:
-            raise ScratchError(
-                f"{above} is {num_over} characters too long for the engines' sockets: "
-                "set TMPDIR to a folder with a shorter path"
-            )
+        # A short name, see MAX_PATH.
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock: int | None = _held(self.path)
 
@@ -50,6 +36,12 @@ class Scratch:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def num_too_long(temporary: str) -> int:
+    """By how many characters a folder for temporary files is too deep for the
+    engines' sockets; 0 or less: it is not."""
+    return len(os.fsencode(temporary)) + len(f"/{PREFIX}12345678") - MAX_PATH
 
 
 def remove_abandoned() -> list[Path]:
