@@ -11,6 +11,7 @@ python benchmarks/render_benchmarks.py --plots
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,9 @@ def router(where: dict[str, Any], rows: list[Row]) -> str:
     tables = "\n\n".join(
         f"**{layout.title}**\n\n{markdown(rows, layout)}" for layout in layouts.ROUTER
     )
+    repeats = Counter(row["repeat"] for row in rows if row.get("repeat") is not None)
+    is_whole = len(set(repeats.values())) < 2
+    cut = "" if is_whole else " The run was stopped before its last measurements."
     return f"""\
 ## The router
 
@@ -223,7 +227,7 @@ measurement, and its engine lists their leases every ten seconds.
 Medians over the repeats, smallest and largest in brackets. Latency counts from the time
 at which a turn was due, and is compared with the median of the direct calls in the same
 repeat; so a direct call has a p99 too, which is the machine's own. A proxy whose most turns
-a second are near the rate of that table, or below it, only shows how its queue grows.
+a second are near the rate of that table, or below it, only shows how its queue grows.{cut}
 
 {machine(where)}
 

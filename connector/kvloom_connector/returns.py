@@ -162,7 +162,9 @@ class ReturnDesk:
         # The last token is always computed: its logits are what prefill is for.
         verified = min(verified, len(prompt.tokens) - 1)
         if verified - num_local < record.min_tokens:
-            return None, Reason.ALREADY_LOCAL
+            held = min(answer.num_tokens, len(prompt.tokens) - 1)
+            is_other = verified < min(record.min_tokens, held)
+            return None, Reason.MISMATCH if is_other else Reason.ALREADY_LOCAL
         return Pull(claimed=answer, num_tokens=verified), Reason.LEASE_HELD
 
     def _end(self, record: Return, why: Reason) -> None:

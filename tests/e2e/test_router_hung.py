@@ -23,6 +23,8 @@ from kvloom_server.settings import EngineSpec
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("transfer")]
 
 # Timeouts that no test would live to see: only the pulse can notice.
+USUAL_S = 0.25
+"""How long an engine waits for a claim: a hung decode engine answers none."""
 SOON = {"hang_after_s": 0.4, "prefill_timeout_s": 600.0}
 
 
@@ -44,7 +46,7 @@ def asks_to_read(body: Any) -> bool:
 async def test_a_hung_prefill_engine_costs_a_few_seconds_once() -> None:
     """A stopped prefill engine is left, the turn and the next ones go on without
     it, and it is back as soon as it runs."""
-    async with staged(settings=SOON) as stage:
+    async with staged(settings=SOON, claim_wait_s=USUAL_S) as stage:
         prefill = stage.cluster.prefill[0].engine
         prefill.stand_still()
         told = await stage.turn(opening())
@@ -64,7 +66,7 @@ async def test_a_hung_prefill_engine_costs_a_few_seconds_once() -> None:
 
 async def test_a_hung_prefill_engine_is_replaced() -> None:
     """Another prefill engine does the work, with what can be returned."""
-    async with staged(prefill=2, settings=SOON) as stage:
+    async with staged(prefill=2, settings=SOON, claim_wait_s=USUAL_S) as stage:
         first = await stage.turn(opening())
         bad = int((first.report.prefill or "")[1:])
         stage.cluster.prefill[bad].engine.stand_still()
@@ -79,7 +81,7 @@ async def test_a_hung_prefill_engine_is_replaced() -> None:
 async def test_a_hung_decode_engine_hands_its_turn_over(way: Any) -> None:
     """Before the first byte another decode engine answers, and reads nothing
     that the hung one may still read."""
-    async with staged(decode=2, settings=SOON) as stage:
+    async with staged(decode=2, settings=SOON, claim_wait_s=USUAL_S) as stage:
         first = await stage.turn(opening())
         bad = int((first.report.decode or "")[1:])
         stage.cluster.decode[bad].engine.stand_still()
@@ -94,7 +96,7 @@ async def test_a_hung_decode_engine_hands_its_turn_over(way: Any) -> None:
 async def test_the_only_decode_engine_hangs_and_comes_back() -> None:
     """With nothing left to answer, the agent is told when to try again; later
     turns are told so at once, and an engine that runs again serves."""
-    async with staged(settings=SOON) as stage:
+    async with staged(settings=SOON, claim_wait_s=USUAL_S) as stage:
         decode = stage.cluster.decode[0].engine
         decode.stand_still()
         error = await refused(stage, opening())
@@ -111,7 +113,7 @@ async def test_the_only_decode_engine_hangs_and_comes_back() -> None:
 
 async def test_a_stream_of_an_engine_that_hangs_ends_with_an_error() -> None:
     """What has begun does not wait for ever for its rest."""
-    async with staged(settings=SOON) as stage:
+    async with staged(settings=SOON, claim_wait_s=USUAL_S) as stage:
         decode = stage.cluster.decode[0].engine
         decode.faults.chunk_gate = asyncio.Semaphore(2)
         body = {"model": MODEL, "messages": opening(), "stream": True}
@@ -134,7 +136,7 @@ async def test_a_planned_decode_engine_that_hangs_during_prefill_is_not_asked(
 ) -> None:
     """The turn goes where it can be answered, with what prefill has computed. One
     that was asked ahead may have read that, though, and blocks are read once."""
-    async with staged(decode=2, settings=SOON) as stage:
+    async with staged(decode=2, settings=SOON, claim_wait_s=USUAL_S) as stage:
         first = await stage.turn(opening())
         bad = int((first.report.decode or "")[1:])
         prefill = stage.cluster.prefill[0].engine
@@ -157,7 +159,7 @@ async def test_a_planned_decode_engine_that_hangs_during_prefill_is_not_asked(
 async def test_a_stuck_service_of_a_working_engine_is_found_out() -> None:
     """An engine whose core still makes tokens is not out for long because its
     lease service is silent."""
-    async with staged(settings=SOON) as stage:
+    async with staged(settings=SOON, claim_wait_s=USUAL_S) as stage:
         decode = stage.cluster.decode[0].engine
         gate = decode.faults.first_byte_gate = asyncio.Event()
         turn = asyncio.create_task(refused(stage, opening()))

@@ -279,6 +279,28 @@ def test_a_claim_that_waited_too_long_is_not_read(desk, claims):
     assert desk.finish("r") == outcome(0, 0, Reason.CLAIM_LATE)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "turn", "why"),
+    [
+        # Enough is held, of which the prompt has hardly anything.
+        ([*TURN[:5], *range(40)], TURN, Reason.MISMATCH),
+        # All that is held fits, and is too little.
+        ([*TURN[:5], *range(40)], TURN[:5], Reason.ALREADY_LOCAL),
+        # All of a short prompt is held.
+        (TURN[:5], TURN, Reason.ALREADY_LOCAL),
+    ],
+)
+def test_another_history_is_told_from_a_short_one(claims, tokens, turn, why):
+    """Only the former is something to mend."""
+    desk = desk_of(claims, threshold=12)
+    asked = prompt(tokens)
+    claims.reply = answer_to(asked, turn=turn)
+    desk.begin("r", REF, asked, now=0.0)
+    assert desk.look("r", num_local=0, now=0.0) is None
+    desk.admitted("r", num_local=0, num_pulled=0)
+    assert desk.finish("r").why == why
+
+
 @pytest.mark.parametrize("local", range(len(TURN) + 2))
 @pytest.mark.parametrize("threshold", [0, 1, 6, 64])
 def test_the_threshold_is_kept(claims, threshold, local):

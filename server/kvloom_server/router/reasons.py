@@ -19,6 +19,8 @@ class Shortfall(StrEnum):
     """Only an older turn was leased."""
     HISTORY_CHANGED = "history_changed"
     """The last turn was leased, and the prompt parts from it early."""
+    TOO_LITTLE = "too_little"
+    """Nothing was reused, as little was held."""
 
 
 Cause = Reason | Shortfall
@@ -164,6 +166,11 @@ _MEANINGS: Final = (
         "history was computed again.",
         advice=_STABLE,
     ),
+    Meaning(
+        cause=Shortfall.TOO_LITTLE,
+        bearing=Bearing.NOTHING_YET,
+        text="So little of the history was held that computing it was quicker.",
+    ),
 )
 
 MEANINGS: Final[dict[Cause, Meaning]] = {each.cause: each for each in _MEANINGS}
@@ -176,7 +183,8 @@ def meaning_of(receipt: Receipt) -> Meaning:
     meaning = MEANINGS.get(report.reason) or _unknown(receipt)
     reused, history = receipt.reused_tokens, receipt.history_tokens
     if reused is None or not history:
-        return meaning
+        is_idle = reused == 0 and meaning.bearing is Bearing.REUSED
+        return MEANINGS[Shortfall.TOO_LITTLE] if is_idle else meaning
     # A shorter prompt than the last one can't reuse more than itself.
     history = min(history, report.prompt_tokens or history)
     if reused >= ENOUGH * history:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import socket
 import time
@@ -17,6 +18,8 @@ from .app import RouterApp
 from .compose import build_app
 
 BACKLOG: Final = 2048
+
+log = logging.getLogger(__name__)
 
 
 class RouterStartError(RuntimeError):
@@ -91,6 +94,14 @@ async def serve(settings: RouterSettings) -> None:
     """
     app = build_app(settings)
     listening = _bound(settings)
+    scheme = "http" if settings.tls_cert is None else "https"
+    port = listening.getsockname()[1]
+    log.info("event=listening at=%s://%s:%d", scheme, settings.host, port)
+    if not settings.decode and settings.engines_file is None:
+        log.warning(
+            "event=no_engines: none is named, so that nothing is answered before "
+            "the admin API adds some; --decode and --prefill name them at start"
+        )
     try:
         await _Leaving(settings, app).serve(sockets=[listening])
     finally:
