@@ -292,7 +292,7 @@ async def test_a_turn_is_one_line_in_the_log(
     """With what was planned and how long it took, and no secret."""
     with caplog.at_level(logging.DEBUG, logger="kvloom_server"):
         async with staged() as stage:
-            told = await stage.turn(opening("my secret is 4711 "))
+            told = await stage.stream(opening("my secret is 4711 "))
     lines = [r.getMessage() for r in caplog.records if "turn=" in r.getMessage()]
     (line,) = lines
     pairs = dict(pair.split("=", 1) for pair in line.split())

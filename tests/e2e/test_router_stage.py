@@ -263,8 +263,8 @@ async def staged(
 ) -> AsyncIterator[Stage]:
     """Fake engines and a router in front of them; all is well at the end."""
     # A machine that is busy answers claims late, which is right and not what a test
-    # of something else is about.
-    patient: EngineOptions = {"claim_wait_s": 30.0, **options}
+    # of something else is about; a dead engine's claims wait as long.
+    patient: EngineOptions = {"claim_wait_s": 2.0, **options}
     async with FakeCluster(prefill=prefill, decode=decode, **patient) as cluster:
         async with Stage(cluster, settings or {}) as stage:
             yield stage

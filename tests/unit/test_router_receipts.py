@@ -34,7 +34,13 @@ def report(reason=Reason.LEASE_HELD, *, prompt=1000, returned=900, local=0):
 
 
 def receipt(number=0, conversation="00" * 8, said=None, **options):
-    given = {"outcome": "ok", "ttft_s": 0.1, "at_unix": 1000.0, **options}
+    given = {
+        "outcome": "ok",
+        "answered_s": 0.1,
+        "ttft_s": 0.1,
+        "at_unix": 1000.0,
+        **options,
+    }
     return Receipt(
         number=number,
         turn="t",
@@ -179,7 +185,7 @@ def test_the_verdict_says_whether_reuse_works_and_why_not():
 
 def test_failed_turns_are_counted_and_say_nothing_of_reuse():
     """A cluster that is down is not one that does not reuse."""
-    found = diagnosed(GONE, outcome="no_engine", ttft_s=None)
+    found = diagnosed(GONE, outcome="no_engine", answered_s=None, ttft_s=None)
     assert (found.turns, found.failed, found.missed_turns) == (1, 1, 0)
     assert found.verdict is Verdict.DOWN
     trend = Trend()

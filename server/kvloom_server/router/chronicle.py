@@ -73,8 +73,8 @@ class Chronicle:
     def _receipt(self, job: Job, outcome: str, now: float) -> Receipt:
         total_s = self._clock() - job.arrived
         overhead_s = None
-        if job.ttft_s is not None:
-            overhead_s = max(job.ttft_s - job.engines_s, 0.0)
+        if job.answered_s is not None:
+            overhead_s = max(job.answered_s - job.engines_s, 0.0)
         return Receipt(
             number=self.receipts.num_added,
             at_unix=now - total_s,
@@ -86,6 +86,7 @@ class Chronicle:
             report=job.told or job.report(),
             prefill_s=job.prefill_s,
             decode_s=job.decode_s,
+            answered_s=job.answered_s,
             ttft_s=job.ttft_s,
             overhead_s=overhead_s,
             total_s=total_s,

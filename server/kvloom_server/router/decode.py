@@ -228,16 +228,19 @@ class DecodeLeg:
         )
         return job.leg(engine, body, api_key=self._api_key, trace=trace)
 
-    def answered(self, engine: Engine, job: Job, began: float) -> PlanReport:
+    def answered(
+        self, engine: Engine, job: Job, began: float, *, is_stream: bool
+    ) -> PlanReport:
         """The first byte is there: remember who answers."""
         engine.answered(200)
         now = self._clock()
         job.engines_s += now - began
-        job.ttft_s, job.decode_s = now - job.arrived, now - began
+        job.answered_s, job.decode_s = now - job.arrived, now - began
+        job.ttft_s = job.answered_s if is_stream else None
         job.decode = engine.name
         report = job.told = job.report()
         self._metrics.answered(report, decode_s=now - began, ttft_s=job.ttft_s)
-        self._metrics.overhead.observe(max(job.ttft_s - job.engines_s, 0.0))
+        self._metrics.overhead.observe(max(job.answered_s - job.engines_s, 0.0))
         if job.turn.tag is not None:
             self._note_move(job, engine)
             let = self._directory.began(

@@ -43,7 +43,7 @@ class EndedConversations:
             if not jobs:
                 del self._under_way[tag]
             # One that was not answered may be sent again.
-            if job.is_final and job.ttft_s is not None:
+            if job.is_final and job.answered_s is not None:
                 self._end(tag, job)
 
     def end(self, tag: bytes) -> bool:

@@ -102,7 +102,11 @@ class Job:
     declined it: nobody need release it any more."""
     engines_s: float = 0.0
     """Time spent waiting for engines, up to the first byte."""
+    answered_s: float | None = None
+    """From its arrival to the answer's first byte; of a whole answer that is its
+    end."""
     ttft_s: float | None = None
+    """The same of a stream, whose first bytes are its first token."""
     prefill_s: float | None = None
     decode_s: float | None = None
     """To the first byte of the decode leg that answered."""

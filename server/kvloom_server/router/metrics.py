@@ -93,7 +93,7 @@ class Metrics:
         )
         self.ttft = Histogram(
             "kvloom_ttft_seconds",
-            "From the request's arrival to the answer's first byte.",
+            "From the request's arrival to the first byte of a streamed answer.",
             buckets=_LEG_S,
             registry=registry,
         )
@@ -190,10 +190,13 @@ class Metrics:
         """Read the number of waiting turns from ``count`` when asked."""
         self._queue.set_function(count)
 
-    def answered(self, report: PlanReport, *, decode_s: float, ttft_s: float) -> None:
+    def answered(
+        self, report: PlanReport, *, decode_s: float, ttft_s: float | None
+    ) -> None:
         """Count one turn, as it was carried out, at its first byte."""
         self.legs("decode").observe(decode_s)
-        self.ttft.observe(ttft_s)
+        if ttft_s is not None:
+            self.ttft.observe(ttft_s)
         self.decisions(report.plan, report.reason).inc()
         counts = (
             ("local", report.local_tokens),

@@ -40,10 +40,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """All attempts of the prefill leg."""
     decode_s: float | None = None
     """To the first byte of the decode leg that answered."""
+    answered_s: float | None = None
+    """To the answer's first byte; ``None``: nothing came."""
     ttft_s: float | None = None
+    """The same of a stream; a whole answer's first byte says nothing of its first
+    token."""
     """From the request's arrival to the answer's first byte."""
     overhead_s: float | None = None
-    """What of ``ttft_s`` was the router's own."""
+    """What of ``answered_s`` was the router's own."""
     total_s: float = 0.0
     retries: int = 0
     """Engines that were tried and did not answer."""

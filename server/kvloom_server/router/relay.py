@@ -67,7 +67,8 @@ class Relay:
             raise EngineAnswerError(response.status, response.headers, body)
         if self._kept is not None:
             self._kept.feed(body)
-        headers, handle = self._headers(response), await self._handle()
+        headers = self._headers(response, is_stream=False)
+        handle = await self._handle()
         if handle is not None and self._ending.by_header:
             headers.append((HANDLE_HEADER.lower(), handle))
         await self._client.reply(200, headers, self._ending.whole(body, handle))
@@ -80,7 +81,7 @@ class Relay:
         # Not before the first bytes: until then another engine may answer.
         first = await anext(chunks, b"")
         self._leg.streams(self._engine, self._job, self._began)
-        headers = self._headers(response)
+        headers = self._headers(response, is_stream=True)
         if self._ending.by_header:
             headers += self._leg.early_handle(self._engine, self._job)
         await self._client.open_stream(200, headers, farewell=self._farewell)
@@ -121,9 +122,13 @@ class Relay:
         rest = self._splicer.abandon()
         return rest + self._ending.error_event(error, self._last)
 
-    def _headers(self, response: UpstreamResponse) -> list[tuple[str, str]]:
+    def _headers(
+        self, response: UpstreamResponse, *, is_stream: bool
+    ) -> list[tuple[str, str]]:
         self._job.is_taken = True
-        report = self._leg.answered(self._engine, self._job, self._began)
+        report = self._leg.answered(
+            self._engine, self._job, self._began, is_stream=is_stream
+        )
         return [*kept(response.headers), (PLAN_HEADER.lower(), report.encode())]
 
     async def _handle(self) -> str | None:

@@ -41,7 +41,7 @@ class Bucket:
         self.returned_tokens += report.returned_tokens or 0
         self.computed_tokens += report.computed_tokens or 0
         meaning = meaning_of(receipt)
-        if receipt.ttft_s is None:
+        if receipt.answered_s is None:
             return  # nothing came of it: no word on reuse
         self.bearings[meaning.bearing] += 1
         if meaning.bearing is Bearing.MISSED:
