@@ -4,7 +4,6 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from rich.progress import (
 
 from .bench import crowded, layouts, pressure, proxies, reuse, sdk, simulate
 from .bench.contenders import BenchUnavailableError
-from .bench.converters import CONVERTERS
+from .bench.converters import CONVERTERS, Recording
 from .bench.environment import arguments, environment
 from .bench.load import LoadError
 from .bench.processes import ProcessFailedError
@@ -126,15 +125,6 @@ def _replays(trace: Path, *, limit: int, gap_scale: float) -> list[Replay]:
         read = read_sessions(trace, limit=limit)
     pause_s = reuse.TOOL_S
     return [replayed(s, gap_scale=gap_scale, default_gap_s=pause_s) for s in read]
-
-
-class Recording(StrEnum):
-    """What ``kvloom bench convert`` reads."""
-
-    OPENAI = "openai"
-    TAU = "tau"
-    SWE_AGENT = "swe-agent"
-    MOONCAKE = "mooncake"
 
 
 @bench.command()

@@ -11,6 +11,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Final, TypeVar
 
@@ -139,11 +140,20 @@ def _block_text(block: int) -> str:
     return " ".join(chance.choice(_WORDS) for _ in range(BLOCK_TOKENS // 2))
 
 
-CONVERTERS: Final[dict[str, Callable[[bytes], list[Session]]]] = {
-    "openai": from_openai,
-    "tau": from_tau,
-    "swe-agent": from_swe_agent,
-    "mooncake": from_mooncake,
+class Recording(StrEnum):
+    """What can be converted."""
+
+    OPENAI = "openai"
+    TAU = "tau"
+    SWE_AGENT = "swe-agent"
+    MOONCAKE = "mooncake"
+
+
+CONVERTERS: Final[dict[Recording, Callable[[bytes], list[Session]]]] = {
+    Recording.OPENAI: from_openai,
+    Recording.TAU: from_tau,
+    Recording.SWE_AGENT: from_swe_agent,
+    Recording.MOONCAKE: from_mooncake,
 }
 
 

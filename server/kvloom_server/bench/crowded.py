@@ -26,7 +26,7 @@ from .reuse import EnginePair, contestants_of, pair_of
 from .reuse_rows import Variant
 from .rivals import stock_settings
 from .statistics import percentile
-from .talks import Talk
+from .talks import Talk, body_of
 from .ways import TIMEOUT, Ask, Contestant, TurnFailedError
 
 CROWDS: Final = (4, 8, 16)
@@ -160,12 +160,7 @@ class _Crowd:
         for turn in turns:
             await asyncio.sleep(talk.pause_s(turn.number))
             is_final = turn.number == talk.num_turns - 1
-            body = {
-                "model": self._model,
-                "messages": messages,
-                "cache_salt": name,
-                **talk.prompt(turn.number),
-            }
+            body = body_of(talk, turn.number, messages, model=self._model, salt=name)
             ask = Ask(body=body, conversation=name, is_final=is_final)
             try:
                 heard = (await self._contestant.way.ask(ask)).heard

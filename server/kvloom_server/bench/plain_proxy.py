@@ -7,7 +7,7 @@ body, ask prefill for one token, hand its transfer params on, stream the answer.
 """
 
 import argparse
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 from uuid import uuid4
@@ -80,16 +80,33 @@ class Legs:
 _JSON = "application/json"
 
 
-def build_app(prefill: str | None, decode: str) -> FastAPI:
-    """The proxy in front of one decode engine, and of a prefill engine if given."""
-    legs = Legs(prefill, decode)
+def framed(close: Callable[[], Awaitable[None]]) -> FastAPI:
+    """An application that tells its health, and calls ``close`` at its end."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
-        await legs.close()
+        await close()
 
     app = FastAPI(lifespan=lifespan)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app
+
+
+def run_proxy(app: FastAPI, port: int) -> None:
+    """Serve on loopback, with as few words as possible."""
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", access_log=False)
+
+
+def build_app(prefill: str | None, decode: str) -> FastAPI:
+    """The proxy in front of one decode engine, and of a prefill engine if given."""
+    legs = Legs(prefill, decode)
+
+    app = framed(legs.close)
 
     @app.post("/v1/chat/completions")
     async def chat(
@@ -106,10 +123,6 @@ def build_app(prefill: str | None, decode: str) -> FastAPI:
             legs.stream(path, body, headers), media_type="text/event-stream"
         )
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
     return app
 
 
@@ -120,13 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prefill")
     parser.add_argument("--decode", required=True)
     options = parser.parse_args(argv)
-    uvicorn.run(
-        build_app(options.prefill, options.decode),
-        host="127.0.0.1",
-        port=options.port,
-        log_level="warning",
-        access_log=False,
-    )
+    run_proxy(build_app(options.prefill, options.decode), options.port)
 
 
 if __name__ == "__main__":

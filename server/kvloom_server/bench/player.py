@@ -16,7 +16,7 @@ import aiohttp
 from .dialogues import dialogue
 from .results import Results
 from .reuse_rows import Place, PrefillCache, Variant, error_row, turn_row
-from .talks import Message, Talk
+from .talks import Message, Talk, body_of
 from .ways import Ask, Asked, Contestant, Done, TurnFailedError, forget
 
 NOT_ASKED: Final = "not asked: the turn before it failed"
@@ -106,7 +106,7 @@ class Player:
         before: Done | None = None
         for place in places:
             turn = place.turn - 1
-            body = self._body(talk, messages, turn, salt)
+            body = body_of(talk, turn, messages, model=self._model, salt=salt)
             is_final = turn == talk.num_turns - 1
             ask = Ask(body=body, conversation=f"bench-{salt}", is_final=is_final)
             try:
@@ -124,16 +124,6 @@ class Player:
                 history = heard.prompt_ids + heard.token_ids
                 await asyncio.sleep(talk.pause_s(turn + 1))
         return played, ""
-
-    def _body(
-        self, talk: Talk, messages: Sequence[Message], turn: int, salt: str
-    ) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "messages": list(messages),
-            "cache_salt": salt,
-            **talk.prompt(turn),
-        }
 
     async def _done(self, place: Place) -> Done:
         return await self._contestants[place.variant].done(self._http)

@@ -17,16 +17,16 @@ import argparse
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import httpx
 import msgspec
-import uvicorn
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+
+from .plain_proxy import framed, run_proxy
 
 Params = dict[str, Any]
 
@@ -151,12 +151,7 @@ def build_app(
     """The proxy in front of these engines."""
     legs = Legs(prefill, decode, Handles(ttl_s=ttl_s, clock=clock))
 
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await legs.close()
-
-    app = FastAPI(lifespan=lifespan)
+    app = framed(legs.close)
 
     @app.post("/v1/chat/completions")
     async def chat(
@@ -173,10 +168,6 @@ def build_app(
             media_type="text/event-stream",
         )
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
     return app
 
 
@@ -188,13 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--decode", action="append", required=True)
     parser.add_argument("--ttl", type=float, default=HANDLE_TTL_S)
     options = parser.parse_args(argv)
-    uvicorn.run(
-        build_app(options.prefill, options.decode, ttl_s=options.ttl),
-        host="127.0.0.1",
-        port=options.port,
-        log_level="warning",
-        access_log=False,
-    )
+    app = build_app(options.prefill, options.decode, ttl_s=options.ttl)
+    run_proxy(app, options.port)
 
 
 if __name__ == "__main__":

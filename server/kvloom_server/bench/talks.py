@@ -34,3 +34,15 @@ class Talk(Protocol):
         self, messages: Sequence[Message], answer: Message, turn: int
     ) -> list[Message]:
         """The history of ``turn``, after the answer to the turn before."""
+
+
+def body_of(
+    talk: Talk, turn: int, messages: Sequence[Message], *, model: str, salt: str
+) -> dict[str, Any]:
+    """A turn's request; ``salt`` keeps what others left in a cache from it."""
+    return {
+        "model": model,
+        "messages": list(messages),
+        "cache_salt": salt,
+        **talk.prompt(turn),
+    }

@@ -52,8 +52,7 @@ class RouterServer:
     @property
     def url(self) -> str:
         """What a client's ``base_url`` begins with, without ``/v1``."""
-        scheme = "http" if self._settings.tls_cert is None else "https"
-        return f"{scheme}://{self._settings.host}:{self.port}"
+        return _url(self._settings, self.port)
 
     async def start(self) -> None:
         """Return once requests are answered.
@@ -94,9 +93,8 @@ async def serve(settings: RouterSettings) -> None:
     """
     app = build_app(settings)
     listening = _bound(settings)
-    scheme = "http" if settings.tls_cert is None else "https"
     port = listening.getsockname()[1]
-    log.info("event=listening at=%s://%s:%d", scheme, settings.host, port)
+    log.info("event=listening at=%s", _url(settings, port))
     if not settings.decode and settings.engines_file is None:
         log.warning(
             "event=no_engines: none is named, so that nothing is answered before "
@@ -106,6 +104,11 @@ async def serve(settings: RouterSettings) -> None:
         await _Leaving(settings, app).serve(sockets=[listening])
     finally:
         listening.close()
+
+
+def _url(settings: RouterSettings, port: int) -> str:
+    scheme = "http" if settings.tls_cert is None else "https"
+    return f"{scheme}://{settings.host}:{port}"
 
 
 class _Leaving(uvicorn.Server):

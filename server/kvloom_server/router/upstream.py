@@ -111,7 +111,7 @@ MAX_HEADER_BYTES: Final = 256 * 1024
 
 
 class AiohttpUpstream:
-    """The default adapter; an async context manager."""
+    """On aiohttp's client; an async context manager."""
 
     def __init__(
         self,
