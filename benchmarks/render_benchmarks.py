@@ -1,6 +1,8 @@
 """Writes docs/benchmarks.md from the result files, and with --plots its pictures.
 
-kvloom bench reuse --quick --json docs/results/reuse.jsonl
+kvloom bench reuse --repeats 1 --json docs/results/reuse.jsonl
+kvloom bench convert openai airline.jsonl trace.jsonl
+kvloom bench reuse --trace trace.jsonl --json docs/results/recorded.jsonl
 kvloom bench router --json docs/results/router.jsonl
 kvloom bench sdk --json docs/results/sdk.jsonl
 kvloom bench pressure --json docs/results/pressure.jsonl
@@ -17,14 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from sections import command, machine
+from sections_reuse import reuse
+
 from kvloom_server.bench import layouts
 from kvloom_server.bench.crowded import NUM_TURNS, PREFIX_TOKENS, SMALL_DECODE
 from kvloom_server.bench.crowded import TOOL_S as CROWD_TOOL_S
 from kvloom_server.bench.laws import REQUESTS
 from kvloom_server.bench.plots import PLOTS
 from kvloom_server.bench.results import Row, figure, read_results, select
-from kvloom_server.bench.reuse import TOOL_S
-from kvloom_server.bench.reuse_rows import summary_rows
 from kvloom_server.bench.rivals import BLOCKS_TTL_S
 from kvloom_server.bench.simulate import LEARNING_CONVERSATIONS
 from kvloom_server.bench.tables import markdown
@@ -37,14 +40,17 @@ INTRO: Final = """\
 # Benchmarks
 
 Written by `benchmarks/render_benchmarks.py` from `docs/results/`; no figure is typed.
-Each table is one run of the command above it, which anybody can repeat.
+Each table is one run of the command above it, which anybody can repeat; only the recorded
+sessions are not ours to give away.
 
 ## What was not measured
 
 - **No GPU and no network.** Everything ran on one small machine without an accelerator;
   what is said of GPU clusters is arithmetic on figures that others published.
-{rivals}
-- **Engines in the first section only.** Router and client stand before *canned* engines,
+- **No warm remote reads of `vllm-router`.** 0.1.17 has them, and they are switched on; but
+  it makes them only for completions whose prompt is token ids, and only from engines that
+  speak a protocol of its own, which no vLLM does. Nobody's chats get them.
+- **Engines where reuse and crowds are measured, and nowhere else.** Router and client stand before *canned* engines,
   which answer at once with the same bytes. Those tables show what the software in front
   of the engines costs, and nothing of what reuse gains.
 - **No quiet machine.** Others worked on it meanwhile (the load average is given). All
@@ -54,108 +60,12 @@ Each table is one run of the command above it, which anybody can repeat.
 """
 
 
-NO_RIVALS: Final = """\
-- **No rival's reuse.** vLLM's own bidirectional transfer and `vllm-router`'s program
-  scheduling, which also return KV, have not been played beside ours yet."""
-NO_WARM_RIVAL: Final = """\
-- **No warm remote reads of `vllm-router`.** 0.1.17 has them, and they are switched on; but
-  it makes them only for completions whose prompt is token ids, and only from engines that
-  speak a protocol of its own, which no vLLM does. Nobody's chats get them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Section:
     """A part of the document."""
 
     file: str
     write: Callable[[dict[str, Any], list[Row]], str]
-
-
-def machine(where: dict[str, Any]) -> str:
-    """Where a file was measured, as a sentence."""
-    loads = ", ".join(f"{load:g}" for load in where["load_average"])
-    versions = ", ".join(
-        f"{name} {version}" for name, version in where["packages"].items()
-    )
-    return (
-        f"*{where['cpu']}, {where['num_cores']} cores, {where['memory_gib']:g} GiB, "
-        f"{where['system']}, Python {where['python']}; load average before the run "
-        f"{loads}; {where['date'][:10]}, commit {where['commit']}. {versions}.*"
-    )
-
-
-def command(where: dict[str, Any]) -> str:
-    """How the file was made."""
-    return f"    {where['command']}"
-
-
-# --- reuse
-
-RIVALS: Final = """
-*stock* and *rival* have a second pair of engines, with vLLM's own connector, on the same
-cores and with the same flags. *stock* is vLLM's bidirectional transfer, driven by the policy
-of its multi-turn example: handles of the turn before, used once, nobody compares them with
-the new history. *rival* is `vllm-router` with program scheduling. So that only reuse is
-compared, their engines got what ours have: NIXL's progress thread pauses and the model keeps
-its core; streams carry handles, which vLLM 0.32 gives in plain answers only, so that without
-this addition *stock* would return nothing at all. Their tokens are as prefill's metrics say.
-"""
-
-
-def reuse(where: dict[str, Any], rows: list[Row]) -> str:
-    """``kvloom bench reuse``."""
-    turns = select(rows, row="reuse")
-    talks = {(row["conversation"], row["prefix_tokens"]) for row in turns}
-    wrong = sum(bool(row["wrong"]) for row in turns)
-    errors = sum(row["error"] is not None for row in turns)
-    is_whole = bool(select(rows, row="reuse_summary"))
-    cut = "" if is_whole else " The run was stopped before its last turns."
-    # Files from before tools could be shorter do not say it.
-    (tool_s,) = {row["tool_s"] for row in select(rows, row="reuse_effort")} or {TOOL_S}
-    rivals = RIVALS if has_rivals(rows) else ""
-    moved = "" if rivals else "No transfer times or bytes were taken, nobody"
-    return f"""\
-## What reuse gains
-
-{command(where)}
-
-Conversations with a tool on one real prefill and one real decode engine (the bundled model
-in float32, a core each), streamed, one turn at a time. All texts follow from a seed; each
-turn's history holds the model's own answers, and {tool_s:g} s go by while a tool runs. The
-same {len(talks)} conversations are played by each variant, one after another, in an order
-that turns, and none finds what another left in a cache. *off*, *lazy*, *eager*, *direct*
-(as *lazy*, but decode may do short turns alone, where an estimate says that it is faster: the
-table by turn says what was done) and *auto* are routers in front of the same
-two engines. *single*, the floor, is the prefill engine asked directly as one ordinary vLLM:
-the same flags and the same core at nearly the same time, and no router in between. Decode
-idles meanwhile, so it has one core, where a user may give it both. *lost*: prefill loses
-its prefix cache when an answer begins, as one that serves others has by the next turn;
-*single* never does. {moved or "Nobody"} else used the engines,
-and a CPU computes a prompt far more slowly than it moves KV: the gains on a GPU are
-smaller.
-{rivals}
-Of {len(turns)} turns {wrong} had a wrong answer (other tokens than one vLLM gave to the
-same prompt) and {errors} an error.{cut}
-
-{machine(where)}
-
-Turns after the first: medians, smallest and largest in brackets; tokens by source are
-means. Few turns make a cell: read what is far apart, not what is near. *Reused* counts the tokens that were not computed, of those that prompt and history
-have in common. For *single* and for direct turns *local* is the answering engine's cache.
-
-{markdown(summary_rows(turns), layouts.REUSE[0])}
-
-**By turn**
-
-{markdown(turns, layouts.TURNS)}
-
-![TTFT by history, by variant](benchmarks-reuse.png)
-"""
-
-
-def has_rivals(rows: Sequence[Row]) -> bool:
-    """Whether engines with vLLM's own connector took part."""
-    return bool(select(rows, row="reuse", variant="stock"))
 
 
 # --- the router
@@ -424,9 +334,7 @@ SECTIONS: Final = (
 
 def render(folder: Path = RESULTS) -> str:
     """The whole document."""
-    _, reuse_rows = read_results(folder / "reuse.jsonl")
-    rivals = NO_WARM_RIVAL if has_rivals(reuse_rows) else NO_RIVALS
-    parts = [INTRO.format(rivals=rivals)]
+    parts = [INTRO]
     for section in SECTIONS:
         where, rows = read_results(folder / section.file)
         parts.append(section.write(where, rows))

@@ -77,12 +77,13 @@ def ask(question, name):
 
 for question in ("Name three rivers.", "Which is the longest?", "Where does it end?"):
     plan = report(ask(question, "shopper-42")).plan
-    if plan.prompt_tokens is None:  # on a cluster that lets decode do short turns
-        print("decode did it alone, on the history that it holds: no counts")
+    if plan.prompt_tokens is None:  # decode did it alone, and had no room for a lease
+        print("no counts")
         continue
+    engine = "prefill" if plan.prefill else "decode"  # which may do a short turn alone
     print(
         f"{plan.prompt_tokens:4} tokens of prompt: {plan.local_tokens:4} found in "
-        f"prefill's cache, {plan.returned_tokens:3} brought back from decode, "
+        f"{engine}'s cache, {plan.returned_tokens:3} brought back from decode, "
         f"{plan.computed_tokens:4} computed"
     )
 

@@ -132,8 +132,8 @@ CASES = {
 plans = {name: play(change) for name, change in CASES.items()}
 
 for name, plan in plans.items():
-    if plan.prompt_tokens is None:  # on a cluster that lets decode do short turns
-        print(f"{name:28} decode did it alone: no counts")
+    if plan.prompt_tokens is None:  # decode did it alone, and had no room for a lease
+        print(f"{name:28} no counts")
         continue
     reused = plan.local_tokens + plan.returned_tokens
     print(f"{name:28} {reused:4} of {plan.prompt_tokens} tokens reused")

@@ -8,11 +8,22 @@ thread-safe: whoever shares it holds a lock.
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
-from kvloom.protocol import PROVISIONAL, LeaseEvent, LeaseRecord, LeaseState
+from kvloom.protocol import (
+    PROVISIONAL,
+    RENEWED,
+    LeaseEvent,
+    LeaseRecord,
+    LeaseState,
+    PromptCounts,
+)
 
 from .agenda import Agenda
 from .lease import ENDINGS, TRANSITIONS, Lease, Step, advance
+
+SPARE_OFFERS: Final = 64
+"""Offers of ended leases that are kept beside one a live lease."""
 
 
 class LeaseBook:
@@ -27,7 +38,7 @@ class LeaseBook:
         self._leases: dict[str, Lease] = {}
         self._claimed: set[str] = set()
         self._holders: Counter[int] = Counter()
-        # Both lists hold entries that no longer stand; see `_end_of` and
+        # Both hold entries that no longer stand; see `expire` and
         # `_least_valuable`.
         self._agenda: Agenda[tuple[str, str | None]] = Agenda()
         self._by_value: list[tuple[tuple[float, int], str]] = []
@@ -79,8 +90,8 @@ class LeaseBook:
         self._agenda.add(lease.deadline, (lease.lease_id, None))
         self._offer(lease)
         reason = PROVISIONAL if lease.is_provisional else ""
-        self._emit(lease, reason=reason, answer=lease.answer)
-        lease.answer = None  # told once, and not kept
+        self._emit(lease, reason=reason, answer=lease.answer, counts=lease.counts)
+        lease.answer = lease.counts = None  # told once, and not kept
         return None
 
     def _make_room(self, lease: Lease) -> str | None:
@@ -186,7 +197,7 @@ class LeaseBook:
         if expected_return is not None:
             lease.expected_return = expected_return
             self._offer(lease)
-        self._emit(lease, reason="renewed")
+        self._emit(lease, reason=RENEWED)
         return True
 
     def expire(self, *, now: float) -> None:
@@ -215,6 +226,22 @@ class LeaseBook:
 
     def _offer(self, lease: Lease) -> None:
         heapq.heappush(self._by_value, (lease.value(), lease.lease_id))
+        self._forget_old_offers()
+
+    def _forget_old_offers(self) -> None:
+        """Where memory is never short nobody else takes them out."""
+        if len(self._by_value) <= self._most_offers:
+            return
+        self._by_value = [
+            (lease.value(), lease.lease_id)
+            for lease in self._leases.values()
+            if lease.state is LeaseState.GRANTED
+        ]
+        heapq.heapify(self._by_value)
+
+    @property
+    def _most_offers(self) -> int:
+        return 2 * len(self._leases) + SPARE_OFFERS
 
     def _least_valuable(self) -> Lease | None:
         while self._by_value:
@@ -235,6 +262,7 @@ class LeaseBook:
             return
         lease.state = advance(lease.state, step)
         del self._leases[lease.lease_id]
+        self._forget_old_offers()
         self._let_go(lease)
         self._freed.append(lease)
         self._emit(lease, reason=reason)
@@ -274,13 +302,19 @@ class LeaseBook:
                 num_tokens=lease.num_tokens,
                 num_blocks=len(lease.block_ids()),
                 deadline_unix=lease.deadline,
+                is_provisional=lease.is_provisional,
             )
             for lease in self._leases.values()
             if lease.ending is None
         ]
 
     def _emit(
-        self, lease: Lease, *, reason: str = "", answer: Sequence[int] | None = None
+        self,
+        lease: Lease,
+        *,
+        reason: str = "",
+        answer: Sequence[int] | None = None,
+        counts: PromptCounts | None = None,
     ) -> None:
         self._note(
             LeaseEvent(
@@ -291,6 +325,7 @@ class LeaseBook:
                 deadline_unix=lease.deadline,
                 reason=reason,
                 answer=None if answer is None else list(answer),
+                counts=counts,
             )
         )
 
@@ -310,5 +345,6 @@ class LeaseBook:
             assert lease.ending is None or lease.claims, "an ended lease is kept"
             is_offered = (lease.value(), lease_id) in self._by_value
             assert lease.claims or is_offered, "a lease can't be given up"
+        assert len(self._by_value) <= self._most_offers, "old offers pile up"
         assert self._claimed == {i for i, held in self._leases.items() if held.claims}
         assert all(lease.state in ENDINGS.values() for lease in self._freed)

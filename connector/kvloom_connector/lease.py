@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from kvloom.protocol import LeaseState
+from kvloom.protocol import LeaseState, PromptCounts
 
 
 class Step(StrEnum):
@@ -74,6 +74,8 @@ class Lease:
     """Whether the turn may have been broken off: only a renewal keeps it."""
     answer: tuple[int, ...] | None = None
     """The generated token ids, where the router is to be told them."""
+    counts: PromptCounts | None = None
+    """What became of the prompt, where the router is to be told."""
     order: int = 0
     """Rises with each lease that the book grants."""
     state: LeaseState = LeaseState.GRANTED

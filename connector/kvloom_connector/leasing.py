@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvloom.protocol import expected_return_of, tells_answer
+from kvloom.protocol import PromptCounts, expected_return_of, tells_answer
 
 from .announcements import Announcements
 from .book import LeaseBook
@@ -78,13 +78,22 @@ class LeaseDesk:
         with self._service.locked() as book:
             book.decline(turn_id, reason=reason, now=self._clock())
 
-    def grant(self, request: Any, block_ids: Sequence[int], *, turn_id: str) -> None:
+    def grant(
+        self,
+        request: Any,
+        block_ids: Sequence[int],
+        *,
+        turn_id: str,
+        num_cached: int | None = None,
+    ) -> None:
         """Lease a finished request's blocks, where they are sound.
 
         Args:
             request: vLLM's, finished.
             block_ids: its blocks, of the only KV-cache group.
             turn_id: names the lease.
+            num_cached: tokens of the prompt that decode held already, where it did
+                the turn alone.
         """
         is_provisional = may_have_stopped(request)
         why = None if is_provisional else finish_reason(request)
@@ -94,6 +103,10 @@ class LeaseDesk:
             return
         now = self._clock()
         lease = self._lease(request, block_ids, turn_id, now=now)
+        if num_cached is not None:
+            lease.counts = PromptCounts(
+                prompt_tokens=request.num_prompt_tokens, cached_tokens=num_cached
+            )
         if is_provisional:
             lease.is_provisional = True
             lease.deadline = now + PROVISIONAL_S

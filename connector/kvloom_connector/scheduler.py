@@ -91,6 +91,8 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             claim_timeout_s=settings.claim_timeout_s,
         )
         self._num_local: dict[str, int] = {}
+        self._num_cached: dict[str, int] = {}
+        """Of turns that decode does alone: tokens of the prompt that it had."""
         self._stats = LeaseStats()
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
@@ -135,6 +137,9 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             if name is not None:
                 self._announcements.expect(name)
         awaited = awaited_of(params)
+        is_alone = awaited is None and not params.get("do_remote_prefill")
+        if is_alone and turn_of(params) is not None:
+            self._num_cached[request.request_id] = 0
         if awaited is not None and not params.get("do_remote_decode"):
             params.pop("do_remote_prefill", None)
             self._awaits.begin(request, awaited, now=time.monotonic())
@@ -169,6 +174,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         if not params.get("do_remote_decode"):
             if self._awaits.waits(request.request_id):
                 return None, False
+            self._count_cached(request, num_computed_tokens)
             return self._handed_over(request, num_computed_tokens)
         self._num_local[request.request_id] = num_computed_tokens
         try:
@@ -179,6 +185,12 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             return 0, False
         params.update(read_params(pull, self.block_size))
         return pull.num_tokens - num_computed_tokens, True
+
+    def _count_cached(self, request: Any, num_computed_tokens: int) -> None:
+        """On decode: what it has itself of a turn that it does alone. One that was
+        preempted finds what it has computed before."""
+        if request.request_id in self._num_cached and not request.num_preemptions:
+            self._num_cached[request.request_id] = num_computed_tokens
 
     def _is_awaiting(self, request: Any) -> bool:
         """On decode: whether prefill still computes the prompt, as of now."""
@@ -308,9 +320,12 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             super().request_finished(request, block_ids)
         self._stop_heartbeat(request.request_id)
         turn_id = turn_of(params)
+        num_cached = self._num_cached.pop(request.request_id, None)
         if turn_id is not None and self._leases is not None:
             if self._is_plain and len(block_ids) == 1:
-                self._leases.grant(request, block_ids[0], turn_id=turn_id)
+                self._leases.grant(
+                    request, block_ids[0], turn_id=turn_id, num_cached=num_cached
+                )
             else:
                 self._leases.decline(turn_id, reason="hybrid_model")
         return False, None

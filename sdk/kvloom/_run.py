@@ -20,7 +20,7 @@ from .telemetry import Ending, Event, Events, TurnEnded, TurnFailed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """The turns of one run. Counts of tokens are sums over the prompts of the turns
-    that have counts: those a prefill engine took part in, behind kvloom's router.
+    that have counts, behind kvloom's router: not streams that decode did alone.
     """
 
     turns: int
@@ -35,7 +35,7 @@ class RunReport:
     """Turns whose prompt tokens are counted below."""
     prompt_tokens: int
     local_tokens: int
-    """Found in prefill's own cache."""
+    """Found in the own cache of the engine that did the prompt."""
     returned_tokens: int
     """Pulled from decode."""
     computed_tokens: int

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -45,8 +46,29 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Every turn of an agent starts from the KV cache of the turn before.",
+    # Frames would cut the options' names on a terminal of 80 columns.
+    rich_markup_mode=None,
 )
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kvloom {version('kvloom')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    *,
+    is_asked: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Say which it is."
+        ),
+    ] = False,
+) -> None:
+    """Every turn of an agent starts from the KV cache of the turn before."""
+
 
 TransferArg = Annotated[
     Transfer,
@@ -208,7 +230,7 @@ def serve(
     ] = None,
     traces: Annotated[
         bool | None,
-        typer.Option(help="OpenTelemetry spans; needs kvloom\\[otel]."),
+        typer.Option(help="OpenTelemetry spans; needs kvloom[otel]."),
     ] = None,
 ) -> None:
     """Run the router alone, over engines that run elsewhere.

@@ -54,7 +54,11 @@ Repeats = Annotated[
 ]
 Variants = Annotated[
     list[Variant] | None,
-    typer.Option("--variant", help="Only this one, besides single; repeat for more."),
+    typer.Option(
+        "--variant",
+        metavar="NAME",
+        help=f"Only this one, besides single; repeat for more: {', '.join(Variant)}.",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Of what is chosen at random.")]
 
@@ -63,10 +67,10 @@ Seed = Annotated[int, typer.Option(help="Of what is chosen at random.")]
 def router(
     json: JsonFile = None, quick: Quick = False, repeats: Repeats = None
 ) -> None:
-    r"""The router beside a direct call, vllm-router, and a FastAPI proxy.
+    """The router beside a direct call, vllm-router, and a FastAPI proxy.
 
     Canned engines, one process and one core a proxy, all in turn in one run.
-    Needs the extra: pip install 'kvloom\[bench]'.
+    Needs the extra: pip install 'kvloom[bench]'.
     """
     effort = proxies.effort(is_quick=quick, repeats=repeats)
 
@@ -94,14 +98,14 @@ def reuse_(
         float, typer.Option(min=0.0, help="Recorded pauses take so many times as long.")
     ] = 1.0,
 ) -> None:
-    r"""Conversations with a tool on real engines: one vLLM, returns off, lazy, eager,
+    """Conversations with a tool on real engines: one vLLM, returns off, lazy, eager,
     direct and auto; vLLM's own returns (stock) and vllm-router (rival); with prefill's
     cache kept and lost.
 
     All play the same conversations in turn in one run. Needs vLLM, as `kvloom up`
     does, two cores, some 12 GB for two pairs of engines, and vllm-router (pip install
-    'kvloom\[bench]') unless --variant leaves rival out. --quick plays all variants,
-    but one conversation from 400 tokens on, three turns, with 0.7 seconds for each
+    'kvloom[bench]') unless --variant leaves rival out. --quick plays all variants,
+    but one conversation from 300 tokens on, three turns, with 0.5 seconds for each
     tool: no spread and no long histories. Without it: three conversations each from
     1,000, 2,000 and 4,000 tokens on, four turns.
     """

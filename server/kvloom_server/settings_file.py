@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from .said import settings_errors
 from .settings import RouterSettings
 
 
@@ -23,8 +26,9 @@ def settings_with(
         environment: the variables.
 
     Raises:
-        SettingsFileError: the file can't be read, or is no TOML.
-        pydantic.ValidationError: a value is out of range; it names the field.
+        SettingsFileError: the file can't be read, is no TOML, or has a value that
+            is out of range.
+        pydantic.ValidationError: another value is; it names the field.
     """
     prefix = RouterSettings.model_config["env_prefix"]
     set_elsewhere = {name.upper() for name in environment}
@@ -34,7 +38,14 @@ def settings_with(
         if f"{prefix}{name}".upper() not in set_elsewhere
     }
     named = {name: value for name, value in given.items() if value is not None}
-    return RouterSettings(**{**written, **named})
+    try:
+        return RouterSettings(**{**written, **named})
+    except ValidationError as error:
+        own = [e for e in error.errors() if e["loc"] and e["loc"][0] in written]
+        own = [each for each in own if each["loc"][0] not in named]
+        if not own:
+            raise
+        raise SettingsFileError(f"{file}: {settings_errors(own, {}, prefix)}") from None
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -21,6 +21,9 @@ MAX_TURNS: Final = 24
 MAX_DECISIONS: Final = 8
 _BAR: Final = 24
 
+_KEY_NEEDED: Final = "asks for an admin key: --key, or KVLOOM_ADMIN_KEY"
+_REFUSED: Final = "does not take this key: it is no admin's"
+
 Json = dict[str, Any]
 
 
@@ -58,9 +61,8 @@ async def _scene(session: aiohttp.ClientSession, url: str) -> Json:
     try:
         async with session.get(f"{url.rstrip('/')}/kvloom/snapshot") as answer:
             if answer.status in (401, 403):
-                raise StatusError(
-                    f"{url} asks for an admin key: --key, or KVLOOM_ADMIN_KEY"
-                )
+                sent = "Authorization" in session.headers
+                raise StatusError(f"{url} {_REFUSED if sent else _KEY_NEEDED}")
             if answer.status != 200:
                 raise StatusError(f"{url} answers HTTP {answer.status}: no kvloom?")
             scene: Json = await answer.json()

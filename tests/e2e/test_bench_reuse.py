@@ -69,7 +69,7 @@ def test_every_variant_reuses_what_it_is_there_to_reuse(
     history again, and each of the others has it from where its name says."""
     rows, steps = whole
     turns = [row for row in rows if row["row"] == "reuse"]
-    assert len(turns) == EFFORT.num_turns * (1 + len(CACHES) * len(VARIANTS))
+    assert len(turns) == EFFORT.num_turns * len(CACHES) * (1 + len(VARIANTS))
     assert not any(row["wrong"] or row["error"] for row in turns)
     assert len(steps) == EFFORT.num_played_steps
     later = [r for r in turns if r["turn"] > 1 and r["prefill_cache"] == "lost"]
@@ -141,7 +141,7 @@ async def test_turns_that_were_not_answered_are_counted() -> None:
         with Results(None, {}) as results:
             await measure_on(pair, results, effort, seed=0, step=fail_when_lazy_begins)
     turns = [row for row in results.rows if row["row"] == "reuse"]
-    assert len(turns) == 3 * effort.num_turns
+    assert len(turns) == 2 * 2 * effort.num_turns
     lost = [row["error"] for row in turns if row["prefill_cache"] == "lost"]
     assert lost[0].startswith("status 503")
     assert lost[1:] == [NOT_ASKED] * 2
@@ -169,10 +169,10 @@ async def test_settings_of_the_user_change_nothing(
 
 @pytest.mark.anyio
 async def test_one_vllm_can_be_measured_alone() -> None:
-    """Then there is nobody to take turns with."""
+    """Each of the two engines in turn, and nobody else."""
     rows, _ = await played(replace(EFFORT, variants=()))
     turns = [row for row in rows if row["row"] == "reuse"]
-    assert [row["variant"] for row in turns] == [Variant.SINGLE] * EFFORT.num_turns
+    assert [row["variant"] for row in turns] == [Variant.SINGLE] * 2 * EFFORT.num_turns
 
 
 def test_recorded_sessions_are_played_with_the_models_own_answers() -> None:
@@ -197,7 +197,7 @@ def test_recorded_sessions_are_played_with_the_models_own_answers() -> None:
     )
     rows, steps = asyncio.run(played(chosen))
     turns = [row for row in rows if row["row"] == "reuse"]
-    assert len(turns) == 2 * 2 * (1 + 2 * len(CACHES))
+    assert len(turns) == 2 * 2 * (1 + 2) * len(CACHES)
     assert not any(row["wrong"] or row["error"] for row in turns)
     assert {row["conversation"] for row in turns} == {"one", "two"}
     assert len(steps) == chosen.num_played_steps

@@ -66,7 +66,7 @@ def _check_extended(bodies: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("name", "thread", "lane"),
     [
-        ("openai_client", "shopper-42", ""),
+        ("openai_client", "traveller-7", ""),
         ("langgraph_agent", "shopper-42", "model"),
         ("openai_agents", "shopper-42", ""),
     ],

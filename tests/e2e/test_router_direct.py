@@ -17,6 +17,8 @@ from kvloom.protocol import PlanKind, Reason
 
 pytestmark = pytest.mark.anyio
 
+BLOCK = 16
+"""Tokens of a fake engine's block."""
 DIRECT = {"direct_tokens": 512}
 
 
@@ -65,6 +67,36 @@ async def test_a_direct_turn_holds_its_history_once() -> None:
         await decode.changes.until(lambda: len(book) == 1)
         (lease,) = book.records()
         assert decode.pool.num_held == lease.num_blocks
+
+
+async def turns_of(stage: Stage) -> list[Any]:
+    """What the router tells an operator of the conversation, newest first."""
+    url = f"{stage.router.url}/kvloom/explain/{CONVERSATION['X-Session-ID']}"
+    turns: list[Any] = (await stage.http.get(url)).json()["turns"]
+    return turns
+
+
+@pytest.mark.parametrize("way", [Stage.turn, Stage.stream])
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+async def test_what_a_direct_turn_reused_is_counted(way: Any, transfer: str) -> None:
+    """Prefill has not seen it; decode says how much of the prompt it had."""
+    async with staged(settings=DIRECT | {"transfer": transfer}) as stage:
+        first = await way(stage, opening())
+        before = await stage.metric("kvloom_tokens_total", source="local")
+        second = await way(stage, follow_up(opening(), first.message, "so? "))
+        assert second.report.plan is PlanKind.DIRECT
+        newest, oldest = await turns_of(stage)
+        assert newest["prompt_tokens"] > oldest["prompt_tokens"]
+        assert newest["local_tokens"] >= oldest["prompt_tokens"] - BLOCK
+        assert newest["returned_tokens"] == 0
+        total = newest["local_tokens"] + newest["computed_tokens"]
+        assert total == newest["prompt_tokens"]
+        assert newest["bearing"] == "reused"
+        if way is Stage.turn:  # a stream's header has gone by then
+            assert second.report.prompt_tokens == newest["prompt_tokens"]
+            assert second.report.local_tokens == newest["local_tokens"]
+        local = await stage.metric("kvloom_tokens_total", source="local")
+        assert local - before == newest["local_tokens"]
 
 
 async def test_much_that_is_new_goes_through_prefill() -> None:

@@ -27,7 +27,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def start(stage: Stage, messages: list[Any]) -> Any:
+async def start(stage: Stage, messages: list[Any], **options: Any) -> Any:
     """A streamed turn, up to its first chunk."""
     return await stage.client.chat.completions.create(
         model=MODEL,
@@ -35,6 +35,7 @@ async def start(stage: Stage, messages: list[Any]) -> Any:
         stream=True,
         max_tokens=40,
         extra_headers=CONVERSATION,
+        **options,
     )
 
 
@@ -276,6 +277,27 @@ async def test_an_agent_that_leaves_stops_the_engine() -> None:
         decode.faults.chunk_gate = None
         told = await stage.turn(opening())
         assert told.message.content == await right_answer(opening())
+
+
+async def test_an_agent_that_leaves_costs_no_history() -> None:
+    """An engine can't tell a client that left from an answer that ended at a stop
+    string, so its lease may be for a moment; what it went on from stays."""
+    async with staged() as stage:
+        first = await stage.turn(opening())
+        decode = stage.cluster.decode[0].engine
+        (held,) = decode.leases.book.records()
+        decode.faults.chunk_gate = asyncio.Semaphore(2)
+        messages = follow_up(opening(), first.message)
+        stream = await start(stage, messages, stop=["this is never said"])
+        await stream.close()
+        await decode.until_idle()
+        decode.faults.chunk_gate = None
+        url = f"{stage.router.url}/kvloom/explain/{CONVERSATION['X-Session-ID']}"
+        while len((await stage.http.get(url)).json()["leases"]) != 2:
+            pass
+        assert held.lease_id in {r.lease_id for r in decode.leases.book.records()}
+        told = await stage.turn(messages)
+        assert told.message.content == await right_answer(messages)
 
 
 async def test_an_agent_that_leaves_during_prefill_lets_it_finish() -> None:

@@ -13,6 +13,7 @@ from kvloom_server.bench.dialogues import TOOLS, dialogue
 from kvloom_server.bench.heard import Heard, common_prefix_len
 from kvloom_server.bench.results import Row
 from kvloom_server.bench.reuse import CACHES, ROUTERS, VARIANTS, effort
+from kvloom_server.bench.reuse_aims import aim_rows
 from kvloom_server.bench.reuse_rows import (
     STOCK_ENGINES,
     Place,
@@ -233,6 +234,36 @@ def test_variants_are_compared_within_their_case() -> None:
     assert found["kept", "off"]["times_single"] == "3.00"
 
 
+def test_aims_say_whether_they_are_met() -> None:
+    """Against one vLLM that lost nothing, stock returns, and no returns at all."""
+    rows = rows_of(Variant.SINGLE, 100.0, cache="kept")
+    rows += rows_of(Variant.OFF, 300.0) + rows_of(Variant.STOCK, 120.0)
+    rows += rows_of(Variant.AUTO, 114.0)
+    met = {row["aim"]: (row["bound_ms"], row["is_met"]) for row in aim_rows(rows)}
+    assert met == {
+        "within 10% and 5 ms of single": (pytest.approx(115.0), True),
+        "no later than stock": (pytest.approx(120.0), True),
+    }
+    long = [row | {"prefix_tokens": 4000} for row in rows]
+    (gain,) = (row for row in aim_rows(long) if "off" in row["aim"])
+    assert (gain["bound_ms"], gain["is_met"]) == (pytest.approx(300 / 3.3), False)
+
+
+def test_no_aim_is_met_with_a_turn_that_failed() -> None:
+    """However quick the others were."""
+    rows = rows_of(Variant.STOCK, 120.0) + rows_of(Variant.AUTO, 20.0)
+    failed = error_row(place(Variant.AUTO, 3), "status 500: no")
+    assert [row["is_met"] for row in aim_rows(rows)] == [True]
+    assert [row["is_met"] for row in aim_rows([*rows, failed])] == [False]
+
+
+def test_aims_need_both_sides() -> None:
+    """Nothing is said of what was not played, or not answered."""
+    assert aim_rows(rows_of(Variant.AUTO, 10.0)) == []
+    failed = [error_row(place(Variant.AUTO, 1), "status 500: no")]
+    assert aim_rows(failed + rows_of(Variant.STOCK, 10.0)) == []
+
+
 def test_wrong_answers_and_errors_are_never_lost() -> None:
     """Also in first turns, and where nothing was answered at all."""
     wrong = answer(1.0, [1, 2], [3], 0)
@@ -253,12 +284,12 @@ def test_what_is_asked_for_is_measured(is_quick: bool) -> None:
     assert set(VARIANTS) == set(ROUTERS) | STOCK_ENGINES
     some = effort(is_quick=is_quick, repeats=2, variants=[Variant.LAZY, Variant.OFF])
     assert some.variants == (Variant.OFF, Variant.LAZY)
-    played = 2 * len(some.lengths) * (1 + 2 * len(CACHES))
+    played = 2 * len(some.lengths) * (1 + 2) * len(CACHES)
     assert some.num_steps == 1 + 3 + played
     assert not some.needs_stock
     alone = effort(is_quick=is_quick, repeats=1, variants=[Variant.SINGLE])
     assert alone.variants == ()
-    assert alone.num_steps == 1 + 1 + len(alone.lengths)
+    assert alone.num_steps == 1 + 1 + len(alone.lengths) * len(CACHES)
     other = effort(is_quick=is_quick, repeats=1, variants=[Variant.RIVAL])
     assert other.needs_stock
-    assert other.num_steps == 2 + 2 + len(other.lengths) * (1 + len(CACHES))
+    assert other.num_steps == 2 + 2 + len(other.lengths) * (1 + 1) * len(CACHES)

@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from contextlib import contextmanager
+from importlib.metadata import version
 
 import pytest
 from starlette.responses import JSONResponse
@@ -190,6 +191,19 @@ def test_nobody_there_is_said_in_plain_words():
     assert done.exit_code == 1
     assert f"127.0.0.1:{port}: Connection refused" in done.output
     assert "ssl:" not in done.output
+
+
+@pytest.mark.parametrize("command", [("up",), ("serve",), ("bench", "reuse")])
+def test_help_cuts_no_option_off_on_a_narrow_terminal(command):
+    """Names are typed from what is read there."""
+    done = run(*command, "--help", COLUMNS="80")
+    assert not re.search(r"--[\w-]*…", done.output)
+
+
+def test_it_says_which_version_it_is():
+    """For reports of bugs."""
+    done = run("--version")
+    assert (done.exit_code, done.output) == (0, f"kvloom {version('kvloom')}\n")
 
 
 def _commands(app, name=()):

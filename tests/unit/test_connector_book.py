@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvloom.protocol import LeaseState
+from kvloom.protocol import LeaseState, PromptCounts
 from kvloom_connector.book import LeaseBook
 from kvloom_connector.lease import ENDINGS, TRANSITIONS, Lease, Step, advance
 
@@ -234,6 +234,32 @@ def test_an_answer_is_told_once_and_not_kept():
     told = [(event.lease_id, event.answer) for event in book.take_events()]
     assert told == [("a", [7, 8]), ("b", None), ("a", None)]
     assert granted.answer is None
+
+
+def test_what_became_of_the_prompt_is_told_once_and_not_kept():
+    """With the grant; neither a claim nor a renewal repeats it."""
+    book = LeaseBook(max_blocks=10)
+    granted = lease()
+    granted.counts = PromptCounts(prompt_tokens=40, cached_tokens=32)
+    book.grant(granted, now=0.0)
+    book.claim("a", "x", now=1.0, timeout_s=5.0)
+    book.renew("a", now=1.0, ttl_s=5.0)
+    told = [event.counts for event in book.take_events()]
+    assert told == [PromptCounts(prompt_tokens=40, cached_tokens=32), None, None]
+    assert granted.counts is None
+
+
+def test_leases_that_ended_leave_nothing_behind():
+    """However many, and though memory is never short."""
+    book = LeaseBook(max_blocks=1000)
+    for number in range(1000):
+        book.grant(lease(f"turn{number}", (number % 10,)), now=0.0)
+        book.claim(f"turn{number}", "x", now=0.0, timeout_s=1.0)
+        book.unclaim(f"turn{number}", "x")
+        book.check_integrity()
+        if number >= 5:
+            book.release(f"turn{number - 5}")
+            book.check_integrity()
 
 
 def test_a_claimed_lease_survives_deadline_release_and_pressure():

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.protocol import MESSAGES, Hello, LeaseRecord, LeaseState, Renew
+from kvloom.protocol import (
+    MESSAGES,
+    Hello,
+    LeaseRecord,
+    LeaseState,
+    PromptCounts,
+    Renew,
+)
 from kvloom_connector.wire import decode, encode
 
 INTS = st.integers(-(2**63), 2**64 - 1)
@@ -34,6 +41,7 @@ def of_kind(kind):
     return st.builds(kind, **{f.name: BY_TYPE[hints[f.name]] for f in fields(kind)})
 
 
+BY_TYPE[PromptCounts | None] = st.none() | of_kind(PromptCounts)
 BY_TYPE[list[LeaseRecord]] = st.lists(of_kind(LeaseRecord))
 BODIES = st.one_of(*(of_kind(kind) for kind in MESSAGES.values()))
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+import sys
 from types import ModuleType
 
 import pytest
@@ -22,6 +23,15 @@ OPERATING = ROOT / "docs" / "operating.md"
 
 
 def script(path: str) -> ModuleType:
+    """A script as a module; it may import its neighbours, as when it is run."""
+    sys.path.insert(0, str((ROOT / path).parent))
+    try:
+        return _loaded(path)
+    finally:
+        sys.path.pop(0)
+
+
+def _loaded(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("script", ROOT / path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,6 +1,7 @@
 """Where conversations' KV is, as the engines tell it."""
 
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvloom.protocol import (
+    PROVISIONAL,
+    RENEWED,
     LeaseEvent,
     LeaseRecord,
     Leases,
@@ -28,10 +31,19 @@ def directory(*, size: int = 10, idle_s: float = 100.0) -> Directory:
 
 
 def event(
-    lease_id: str, state: LeaseState = LeaseState.GRANTED, *, deadline: float = NOW + 60
+    lease_id: str,
+    state: LeaseState = LeaseState.GRANTED,
+    *,
+    deadline: float = NOW + 60,
+    reason: str = "",
 ) -> LeaseEvent:
     return LeaseEvent(
-        seq=1, lease_id=lease_id, state=state, num_tokens=64, deadline_unix=deadline
+        seq=1,
+        lease_id=lease_id,
+        state=state,
+        num_tokens=64,
+        deadline_unix=deadline,
+        reason=reason,
     )
 
 
@@ -64,6 +76,45 @@ def test_a_restarted_router_learns_everything_from_the_engines() -> None:
     found = known.find(TAG)
     assert found is not None
     assert found.decode == "d0"
+
+
+def test_a_turn_that_may_have_been_broken_off_replaces_nothing() -> None:
+    """Its lease ends soon unless its turn ended well; until that is said, the one
+    that it continues is kept."""
+    known = directory()
+    first, second = new_turn_id(TAG), new_turn_id(TAG)
+    known.apply("d0", event(first), NOW)
+    lease = known.lease("d0", first)
+    assert lease is not None
+    known.supersede(second, lease)
+    assert known.apply("d0", event(second, reason=PROVISIONAL), NOW) == []
+    # Prefill may claim it meanwhile: that says nothing of its turn.
+    assert known.apply("d0", event(second, LeaseState.CLAIMED), NOW) == []
+    assert names(known) == [second, first]
+    let = known.apply("d0", event(second, reason=RENEWED), NOW)
+    assert let == [Let(engine="d0", lease_id=first)]
+    known.check_integrity()
+
+
+def test_a_turn_that_was_broken_off_leaves_what_it_continued() -> None:
+    """The next turn finds the history."""
+    known = directory()
+    first, second = new_turn_id(TAG), new_turn_id(TAG)
+    known.apply("d0", event(first), NOW)
+    lease = known.lease("d0", first)
+    assert lease is not None
+    known.supersede(second, lease)
+    known.apply("d0", event(second, reason=PROVISIONAL), NOW)
+    assert known.apply("d0", event(second, LeaseState.EXPIRED), NOW) == []
+    assert names(known) == [first]
+    # After a gap in the feed the list says which lease is in doubt.
+    third = new_turn_id(TAG)
+    known.supersede(third, lease)
+    listed = listing(first, third)
+    doubted = replace(listed.leases[1], is_provisional=True)
+    known.replace("d0", replace(listed, leases=[listed.leases[0], doubted]), NOW)
+    assert names(known) == [third, first]
+    known.check_integrity()
 
 
 def test_a_turn_lets_go_of_the_lease_that_it_continues() -> None:

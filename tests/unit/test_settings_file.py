@@ -40,7 +40,7 @@ def test_arguments_win_then_variables_then_the_file(tmp_path, monkeypatch):
 
 def test_a_name_that_is_no_setting_is_refused(tmp_path):
     """A typo would otherwise pass for the default."""
-    with pytest.raises(ValidationError, match="retruns"):
+    with pytest.raises(SettingsFileError, match="retruns"):
         settings_with({}, written(tmp_path, 'retruns = "off"'), {})
 
 
@@ -55,3 +55,13 @@ def test_a_file_that_is_not_there_is_said(tmp_path):
     """Not taken for an empty one."""
     with pytest.raises(SettingsFileError, match=r"kvloom\.toml can't be read: No such"):
         settings_with({}, tmp_path / "kvloom.toml", {})
+
+
+def test_what_is_wrong_in_the_file_is_said_with_its_name(tmp_path: Path) -> None:
+    """So that nobody looks for it among the flags."""
+    file = tmp_path / "router.toml"
+    file.write_text('port = "many"\n')
+    with pytest.raises(SettingsFileError, match=r"router\.toml: port: "):
+        settings_with({}, file, {})
+    with pytest.raises(ValidationError):  # the file's own is not used
+        settings_with({"port": "few"}, file, {})

@@ -31,6 +31,8 @@ PROVISIONAL: Final = "provisional"
 A stop string is found outside the engine, which then sees an aborted request,
 as after a client's leaving. Who knows that the answer ended well renews it.
 """
+RENEWED: Final = "renewed"
+"""The reason of the event of a renewal."""
 
 
 class LeaseState(StrEnum):
@@ -195,6 +197,8 @@ class LeaseRecord:
     num_tokens: int
     num_blocks: int
     deadline_unix: float
+    is_provisional: bool = False
+    """Whether it ends soon unless it is renewed; see :data:`PROVISIONAL`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +230,15 @@ class Leases:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCounts:
+    """What became of the prompt of a turn that no prefill engine saw."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """So many of them were in decode's own prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseEvent:
     """One state change, in order; a gap in ``seq`` asks for ``Subscribe``."""
 
@@ -239,6 +252,8 @@ class LeaseEvent:
     """Of a ``granted`` event whose turn asked for it: the ids of the generated
     tokens, the one that ended the answer included. ``None`` also where no token
     ended it (its length, a stop string)."""
+    counts: PromptCounts | None = None
+    """Of a ``granted`` event whose turn decode did alone."""
 
 
 MESSAGES: Final[dict[bytes, type[Any]]] = {

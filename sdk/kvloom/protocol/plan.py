@@ -102,8 +102,9 @@ class Reason(StrEnum):
 class PlanReport:
     """One turn as the router carried it out. Counts are tokens of the prompt.
 
-    The counts come from the prefill engine; they are ``None`` where no prefill
-    engine took part. ``local + returned + computed = prompt``.
+    The counts come from the prefill engine. Where none took part they come from
+    the decode engine when the turn is over, which is too late for the header of a
+    stream. ``local + returned + computed = prompt``.
     """
 
     plan: PlanKind
@@ -114,7 +115,7 @@ class PlanReport:
     """Name of the decode engine."""
     prompt_tokens: int | None = None
     local_tokens: int | None = None
-    """Found in the prefill engine's own prefix cache."""
+    """Found in the own prefix cache of the engine that did the prompt."""
     returned_tokens: int | None = None
     """Pulled from the decode engine."""
     computed_tokens: int | None = None

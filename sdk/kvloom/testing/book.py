@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from kvloom.protocol import (
     DIGEST_BYTES,
     PROVISIONAL,
+    RENEWED,
     Claim,
     LeaseEvent,
     LeaseRecord,
     LeaseState,
+    PromptCounts,
 )
 
 from .cache import BlockPool, block_digests, common_length
@@ -34,6 +36,8 @@ class Offer:
     can't tell from an abort."""
     answer: tuple[int, ...] | None = None
     """The generated token ids, where they are to be told."""
+    counts: PromptCounts | None = None
+    """What became of the prompt, where the engine did the turn alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,8 @@ class Lease:
     offer: Offer
     digests: list[bytes]
     deadline: float
+    is_provisional: bool = False
+    """Until it is renewed."""
     claims: set[str] = field(default_factory=set)
     ended: bool = False
 
@@ -114,6 +120,7 @@ class LeaseBook:
                 num_tokens=len(lease.offer.token_ids),
                 num_blocks=len(lease.offer.blocks),
                 deadline_unix=lease.deadline,
+                is_provisional=lease.is_provisional,
             )
             for lease_id, lease in self._live.items()
         ]
@@ -126,13 +133,18 @@ class LeaseBook:
         digests = block_digests(
             offer.token_ids, block_size=self._pool.block_size, extra=offer.extra
         )
-        lease = Lease(offer=offer, digests=digests, deadline=deadline)
+        lease = Lease(
+            offer=offer,
+            digests=digests,
+            deadline=deadline,
+            is_provisional=offer.is_provisional,
+        )
         self._live[offer.lease_id] = lease
         self._tell(
             lease,
             lease.state,
             reason=PROVISIONAL if offer.is_provisional else "",
-            answer=offer.answer,
+            told=offer,
         )
 
     def decline(self, lease_id: str, reason: str) -> None:
@@ -170,7 +182,8 @@ class LeaseBook:
         """
         lease = self._find(lease_id)
         lease.deadline = deadline
-        self._tell(lease, lease.state, reason="renewed")
+        lease.is_provisional = False
+        self._tell(lease, lease.state, reason=RENEWED)
 
     def end(self, lease_id: str, state: LeaseState, *, reason: str = "") -> None:
         """End a lease; a read in progress keeps its blocks until it is done.
@@ -226,7 +239,7 @@ class LeaseBook:
         lease: Lease,
         state: LeaseState,
         reason: str = "",
-        answer: tuple[int, ...] | None = None,
+        told: Offer | None = None,
     ) -> None:
         self._emit(
             lease.offer.lease_id,
@@ -234,7 +247,7 @@ class LeaseBook:
             num_tokens=len(lease.offer.token_ids),
             deadline=lease.deadline,
             reason=reason,
-            answer=answer,
+            told=told,
         )
 
     def _emit(
@@ -245,8 +258,9 @@ class LeaseBook:
         num_tokens: int = 0,
         deadline: float = 0.0,
         reason: str = "",
-        answer: tuple[int, ...] | None = None,
+        told: Offer | None = None,
     ) -> None:
+        answer = None if told is None else told.answer
         self.seq += 1
         self._on_event(
             LeaseEvent(
@@ -256,6 +270,7 @@ class LeaseBook:
                 num_tokens=num_tokens,
                 deadline_unix=deadline,
                 answer=None if answer is None else list(answer),
+                counts=None if told is None else told.counts,
                 reason=reason,
             )
         )

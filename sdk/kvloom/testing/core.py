@@ -18,6 +18,7 @@ from kvloom.protocol import (
     ENGINE_KEY,
     LeaseRef,
     PrefillOutcome,
+    PromptCounts,
     Reason,
     announce_as_of,
     awaited_of,
@@ -340,8 +341,9 @@ class EngineCore:
             token_ids=ids,
             blocks=tuple(blocks),
             extra=turn.prompt.extra,
-            is_provisional=turn.outputs[0].stop_reason is not None,
+            is_provisional=_may_have_stopped(turn),
             answer=_answer(turn),
+            counts=_counts(turn),
         )
         leases.grant(offer)
 
@@ -366,6 +368,15 @@ class EngineCore:
             self._changes.notify()
 
 
+def _counts(turn: Turn) -> PromptCounts | None:
+    """What decode had of the prompt of a turn that it did alone."""
+    if turn.ask.params.get("do_remote_prefill"):
+        return None
+    return PromptCounts(
+        prompt_tokens=len(turn.prompt.token_ids), cached_tokens=turn.cached_tokens
+    )
+
+
 def _answer(turn: Turn) -> tuple[int, ...] | None:
     """What is told of the answer, where it was asked for and a token ended it."""
     output = turn.outputs[0]
@@ -374,8 +385,16 @@ def _answer(turn: Turn) -> tuple[int, ...] | None:
     return tuple(output.token_ids) if output.finish_reason == "stop" else None
 
 
+def _may_have_stopped(turn: Turn) -> bool:
+    """Whether it ended at a stop string, or was left and may have, for all that the
+    engine's own process knows: vLLM looks for those in its front end."""
+    if turn.is_generated:
+        return turn.outputs[0].stop_reason is not None
+    return bool(turn.ask.limits(0).stop) and turn.num_generated > 0
+
+
 def _why_not_leased(turn: Turn) -> str | None:
-    if not turn.is_generated:
+    if not turn.is_generated and not _may_have_stopped(turn):
         return "aborted"
     if turn.ask.n > 1:
         return "several_choices"

@@ -56,6 +56,8 @@ class Dialogue:
     """What the tool says before each turn after the first."""
     tool_s: float
     """How long the tool runs."""
+    call_tokens: int = CALL_TOKENS
+    """So long may a call be, which is cut off then."""
 
     @property
     def num_turns(self) -> int:
@@ -71,7 +73,7 @@ class Dialogue:
         return {
             "tools": TOOLS,
             "tool_choice": "none" if is_last else "required",
-            "max_tokens": SAY_TOKENS if is_last else CALL_TOKENS,
+            "max_tokens": SAY_TOKENS if is_last else self.call_tokens,
         }
 
     def next_messages(
@@ -98,6 +100,7 @@ def dialogue(
     prefix_tokens: int,
     num_turns: int,
     tool_s: float = 0.0,
+    call_tokens: int = CALL_TOKENS,
 ) -> Dialogue:
     """The conversation of this seed, repeat and length; always the same."""
     name = f"{prefix_tokens}-{repeat}"
@@ -112,6 +115,7 @@ def dialogue(
             {"role": "user", "content": question},
         ),
         tool_s=tool_s,
+        call_tokens=call_tokens,
         results=tuple(_lines(chance, RESULT_LINES) for _ in range(num_turns - 1)),
     )
 

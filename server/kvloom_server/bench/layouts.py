@@ -114,9 +114,22 @@ REUSE: Final = (
             Column(title="returned", name="returned_tokens"),
             Column(title="computed", name="computed_tokens"),
             Column(title="KV moved, kB", name="moved_kb"),
+            Column(title="KV moved, ms", name="moved_ms"),
             Column(title="reused", name="reuse"),
             Column(title="wrong", name="wrong"),
             Column(title="errors", name="errors"),
+        ),
+    ),
+    Layout(
+        title="What auto is to reach",
+        where={"row": "reuse_aim"},
+        columns=(
+            Column(title="aim", name="aim"),
+            Column(title="prefill's cache", name="prefill_cache"),
+            Column(title="history from", name="prefix_tokens"),
+            Column(title="auto, ms", name="auto_ms", digits=0),
+            Column(title="at most, ms", name="bound_ms", digits=0),
+            Column(title="met", name="is_met"),
         ),
     ),
 )

@@ -7,6 +7,7 @@ that would count as the tool's.
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -38,7 +39,8 @@ class Player:
     Args:
         http: a client.
         model: the name to ask for.
-        single: one ordinary vLLM, which says what is right.
+        singles: ordinary vLLMs, each by itself and in turn, so that what one core is
+            slower than another is nobody's; the first says what is right.
         others: who serves the other variants.
     """
 
@@ -47,13 +49,18 @@ class Player:
         http: aiohttp.ClientSession,
         *,
         model: str,
-        single: Contestant,
+        singles: Sequence[Contestant],
         others: Mapping[Variant, Contestant],
     ) -> None:
         self._http = http
         self._model = model
-        self._single = single
-        self._contestants = {Variant.SINGLE: single, **others}
+        self._single = singles[0]
+        self._contestants = {
+            Variant.SINGLE: deque(singles),
+            **{variant: deque([each]) for variant, each in others.items()},
+        }
+        """By variant, whose turn it is first."""
+        self._talk = ""
         self._truths: dict[tuple[int, ...], list[int]] = {}
         """Right answers by prompt: what one vLLM said, of this conversation."""
 
@@ -62,21 +69,26 @@ class Player:
 
         Who fails here fails below too, and is counted there.
         """
-        talk = dialogue(seed=seed, repeat=-1, prefix_tokens=100, num_turns=2)
+        talk = dialogue(
+            seed=seed, repeat=-1, prefix_tokens=100, num_turns=2, call_tokens=8
+        )
         unseen = Results(None, {})
-        for variant in self._contestants:
+        for variant, contestants in self._contestants.items():
             told(variant)
-            await self.play(talk, variant, "kept", unseen)
+            for _ in tuple(contestants):
+                await self.play(talk, variant, "kept", unseen)
 
     async def play(
         self, talk: Talk, variant: Variant, cache: PrefillCache, results: Results
     ) -> None:
-        """Play it with a variant; *single* says what is right, so it comes first.
+        """Play it with a variant; *single*, which says what is right, comes first.
 
         A turn that fails ends the conversation; it and those left are rows too.
         """
-        if variant is Variant.SINGLE:
+        if talk.name != self._talk:
+            self._talk = talk.name
             self._truths.clear()
+        self._contestants[variant].rotate(-1)
         places = [
             Place(
                 variant=variant,
@@ -126,12 +138,12 @@ class Player:
         return played, ""
 
     async def _done(self, place: Place) -> Done:
-        return await self._contestants[place.variant].done(self._http)
+        return await self._contestants[place.variant][-1].done(self._http)
 
     async def _asked(self, ask: Ask, place: Place) -> Asked:
         """One turn; where its cache is lost, prefill loses it while the answer
         goes on."""
-        contestant = self._contestants[place.variant]
+        contestant = self._contestants[place.variant][-1]
         if place.prefill_cache == "kept":
             return await contestant.way.ask(ask)
         losing: list[asyncio.Task[None]] = []

@@ -1,8 +1,8 @@
 """``kvloom bench reuse``: tool-calling conversations on real pairs of engines.
 
 One prefill and one decode engine with kvloom's connector; a router of its own for each
-way of returning in front of the same two, and the prefill engine asked directly as
-one ordinary vLLM. A second pair, on the same cores and with the same flags, has vLLM's
+way of returning in front of the same two, and each of them asked directly as one
+ordinary vLLM. A second pair, on the same cores and with the same flags, has vLLM's
 own connector, for *stock* and *rival* (see ``rivals.py``); a pair that idles takes a
 hundredth of a core. Each conversation is played by all of them, one after another,
 nothing else going on, in an order that turns with each conversation.
@@ -32,6 +32,7 @@ from .meter import usable_cores
 from .player import Player
 from .processes import Processes, processes, without_settings
 from .results import Results
+from .reuse_aims import aim_rows
 from .reuse_rows import STOCK_ENGINES, PrefillCache, Variant, summary_rows
 from .rivals import rival_command, stock_proxy_command, stock_settings
 from .talks import Talk
@@ -42,7 +43,7 @@ Step = Callable[[str], None]
 
 TOOL_S: Final = 1.5
 """How long every tool runs: between two turns."""
-QUICK_TOOL_S: Final = 0.7
+QUICK_TOOL_S: Final = 0.5
 ROUTERS: Final[dict[Variant, dict[str, Any]]] = {
     Variant.OFF: {"returns": "off", "direct_tokens": 0},
     Variant.LAZY: {"returns": "lazy", "direct_tokens": 0},
@@ -89,7 +90,7 @@ class Effort:
     @property
     def num_played_steps(self) -> int:
         """How many of them are :func:`measure_on`'s."""
-        played = 1 + len(self.variants) * len(CACHES)
+        played = (1 + len(self.variants)) * len(CACHES)
         rehearsed = 1 + len(self.variants)
         return rehearsed + self.num_talks * played
 
@@ -113,7 +114,7 @@ def effort(
         )
     if is_quick:
         return Effort(
-            lengths=(400,),
+            lengths=(300,),
             num_turns=3,
             repeats=repeats or 1,
             variants=chosen,
@@ -219,14 +220,15 @@ async def measure_on(
         player = Player(
             http,
             model=pair.model,
-            single=Contestant(
-                way=EngineWay(http, pair.prefill.url), prefill=pair.prefill.url
-            ),
+            singles=[
+                Contestant(way=EngineWay(http, engine.url), prefill=engine.url)
+                for engine in (pair.prefill, pair.decode)
+            ],
             others=others,
         )
         await player.rehearse(seed, lambda variant: step(f"rehearsal: {variant}"))
         await _play_all(player, effort, seed=seed, results=results, step=step)
-    for row in summary_rows(results.rows):
+    for row in summary_rows(results.rows) + aim_rows(results.rows):
         results.add(row)
 
 
@@ -287,9 +289,10 @@ async def _play_all(
 ) -> None:
     turned = 0
     for talk in talks(effort, seed=seed):
-        step(f"{talk.name}: single")
-        await player.play(talk, Variant.SINGLE, "kept", results)
         for cache in CACHES:
+            # It has lost nothing in either case.
+            step(f"{talk.name}: single")
+            await player.play(talk, Variant.SINGLE, "kept", results)
             for variant in _turned(effort.variants, turned):
                 step(f"{talk.name}: {variant}, cache {cache}")
                 await player.play(talk, variant, cache, results)

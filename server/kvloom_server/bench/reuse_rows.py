@@ -151,6 +151,8 @@ class Cell:
     moved_kb: int | None
     """KV that went from engine to engine, both ways; files from before that was
     counted do not tell."""
+    moved_ms: int | None
+    """How long that took, all transfers of a turn together."""
     reuse: float
     """Tokens that were not computed, of those that need not have been: the common
     prefix, but for the last token of a prompt, which is always computed."""
@@ -187,7 +189,8 @@ def _cell(key: tuple[str, str, int], group: Sequence[Row]) -> Cell:
         local=_mean(later, "local_tokens"),
         returned=_mean(later, "returned_tokens"),
         computed=_mean(later, "computed_tokens"),
-        moved_kb=_moved_kb(later),
+        moved_kb=_moved(later, "moved_bytes", per=1e3),
+        moved_ms=_moved(later, "moved_ms"),
         reuse=reused / max(reusable, 1),
         wrong=sum(row["wrong"] for row in answered),
         errors=len(group) - len(answered),
@@ -198,23 +201,24 @@ def _mean(rows: Sequence[Row], name: str) -> int:
     return round(statistics.fmean(row[name] for row in rows)) if rows else 0
 
 
-def _moved_kb(rows: Sequence[Row]) -> int | None:
-    if not all("moved_bytes" in row for row in rows):
+def _moved(rows: Sequence[Row], name: str, *, per: float = 1.0) -> int | None:
+    if not all(name in row for row in rows):
         return None
-    return round(_mean(rows, "moved_bytes") / 1e3)
+    return round(_mean(rows, name) / per)
 
 
 def floor(found: Sequence[Cell], cell: Cell) -> Cell | None:
     """*single* at the same length: one vLLM has lost nothing, whatever prefill has."""
-    return _first(found, Variant.SINGLE, "kept", cell.prefix_tokens)
+    return find(found, Variant.SINGLE, "kept", cell.prefix_tokens)
 
 
 def one_way(found: Sequence[Cell], cell: Cell) -> Cell | None:
     """*off* in the same case at the same length."""
-    return _first(found, Variant.OFF, cell.prefill_cache, cell.prefix_tokens)
+    return find(found, Variant.OFF, cell.prefill_cache, cell.prefix_tokens)
 
 
-def _first(found: Sequence[Cell], *key: Any) -> Cell | None:
+def find(found: Sequence[Cell], *key: Any) -> Cell | None:
+    """The cell of this variant, prefill cache and length."""
     return next((cell for cell in found if cell.key == key), None)
 
 
@@ -237,6 +241,7 @@ def _summary(found: Sequence[Cell], cell: Cell) -> Row:
         "returned_tokens": cell.returned,
         "computed_tokens": cell.computed,
         "moved_kb": cell.moved_kb,
+        "moved_ms": cell.moved_ms,
         "reuse": f"{100 * cell.reuse:.0f} %",
         "wrong": cell.wrong,
         "errors": cell.errors,

@@ -62,6 +62,7 @@ async def _serve(settings: UpSettings, ready: ReadyFile, watch: "Watch") -> None
 
 def _announce(running: RunningCluster, console: Console) -> None:
     console.print(f"\nup: {running.url}  model: {escape(running.model)}")
+    console.print(f"page: {running.url}/kvloom/")
     console.print("In another terminal:", highlight=False)
     console.print(f"  export OPENAI_BASE_URL={running.url}/v1 OPENAI_API_KEY=none")
     console.print("Ctrl-C stops all of it.", highlight=False)

@@ -16,6 +16,7 @@ _CAUSE = re.compile(r"(?:^|\] )[\w.]+(?:Error|Exception): ")
 _NOISE = re.compile(
     r"nanobind: |nanobind\.readthedocs|resource_tracker"
     r"|- leaked \w+ |- \.\.\. skipped remainder"
+    r'|"GET /(health|metrics|ping|v1/models)\b'
 )
 
 
@@ -100,7 +101,7 @@ class EngineProcess:
             return
 
     def log_tail(self) -> str:
-        """The last lines that the engine printed, but for libraries' leak reports.
+        """The last lines that the engine printed, but for those that tell nothing.
 
         Before them the first error in the log, which is the cause of the rest.
         """

@@ -97,7 +97,7 @@ class Access:
             return Caller()
         name = self._clients.name_of(_key_in(headers))
         if name is None:
-            raise _unknown_key("A client's key")
+            raise _unknown_key("A client's key", headers)
         return Caller(tenant=name)
 
     def _owner(self, headers: Mapping[str, str]) -> Caller:
@@ -110,7 +110,7 @@ class Access:
         if self._admins is None:
             self._check_local(headers)
         elif not self._is_admins(headers):
-            raise _unknown_key("An admin's key")
+            raise _unknown_key("An admin's key", headers)
         return Caller(is_admin=True)
 
     def _is_admins(self, headers: Mapping[str, str]) -> bool:
@@ -158,9 +158,12 @@ def _key_in(headers: Mapping[str, str]) -> str:
     return headers.get("x-api-key", "").strip()
 
 
-def _unknown_key(whose: str) -> RouterError:
+def _unknown_key(whose: str, headers: Mapping[str, str]) -> RouterError:
+    how = "send it as `Authorization: Bearer …`"
+    if _key_in(headers):
+        how = "the one that was sent is none"
     return RouterError(
-        f"{whose} is needed here: send it as `Authorization: Bearer …`",
+        f"{whose} is needed here: {how}",
         status=401,
         kind="invalid_request_error",
         code="invalid_api_key",

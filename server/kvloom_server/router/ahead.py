@@ -34,8 +34,10 @@ class Ahead:
     async def drop(self) -> None:
         """Nobody wants its answer: decode is told by the connection's end."""
         self.sending.cancel()
+        # Not awaited itself: whoever cancels this must not pass for its end.
+        await asyncio.wait({self.sending})
         try:
-            response = await self.sending
+            response = self.sending.result()
         except (asyncio.CancelledError, UpstreamError):
             return
         await response.abort()

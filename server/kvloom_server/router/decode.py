@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from kvloom.protocol import HANDLE_HEADER, PlanReport, PromptRef
+from kvloom.protocol import HANDLE_HEADER, PromptRef
 
 from .ahead import Ahead
 from .directory import Directory, continues
@@ -22,7 +22,7 @@ from .exact_turns import ExactTurns
 from .exchange import Exchange
 from .experience import Experience
 from .feed import Feeds
-from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault
+from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault, with_counts
 from .legs import decode_body
 from .metrics import Metrics
 from .plan import Lease, next_decode
@@ -186,10 +186,18 @@ class DecodeLeg:
             outcome = await relay.run(partial(self._send, engine, job, params, trace))
             if outcome == "ok":
                 self._experience.ended(job, self._clock())
-                lease = granted.result() if granted.done() else None
+                lease = self._granted(engine, job, granted)
                 self._exact.ended(job, lease)
                 self._warmer.ended(job, lease, kept)
             return outcome
+
+    def _note_counts(self, job: Job, lease: Lease) -> None:
+        """What decode had of the prompt, where prefill has not said it."""
+        if lease.counts is None or job.told is None:
+            return
+        if job.told.prompt_tokens is None:
+            job.told = with_counts(job.told, lease.counts)
+            self._metrics.prompt(job.told)
 
     async def _send(
         self,
@@ -230,7 +238,7 @@ class DecodeLeg:
 
     def answered(
         self, engine: Engine, job: Job, began: float, *, is_stream: bool
-    ) -> PlanReport:
+    ) -> None:
         """The first byte is there: remember who answers."""
         engine.answered(200)
         now = self._clock()
@@ -250,7 +258,6 @@ class DecodeLeg:
                 now=self._wall_clock(),
             )
             self._feeds.let_go(let)
-        return report
 
     def streams(self, engine: Engine, job: Job, began: float) -> None:
         """The first bytes of a stream are there, which a whole answer's are not
@@ -272,18 +279,28 @@ class DecodeLeg:
         leg that went ahead may be over before prefill has answered."""
         return self._directory.lease(engine.name, job.turn_id)
 
-    async def handle_for(
-        self, engine: Engine, job: Job, granted: Granted
-    ) -> str | None:
-        """The sealed handle of the turn's lease, if it is announced in time."""
+    def _granted(self, engine: Engine, job: Job, granted: Granted) -> Lease | None:
+        return granted.result() if granted.done() else self._held(engine, job)
+
+    async def leased(self, engine: Engine, job: Job, granted: Granted) -> None:
+        """Wait for the turn's lease, for as long as that is worth it. With it decode
+        says what it had of the prompt."""
         if not job.asks_lease or job.turn.tag is None:
-            return None
-        if not granted.done() and self._held(engine, job) is None:
+            return
+        if self._granted(engine, job, granted) is None and not granted.done():
             # A feed that is down would only cost time.
             is_live = self._feeds.is_live(engine.name)
             wait_s = self._handle_wait_s if is_live else 0.0
             await asyncio.wait((granted,), timeout=wait_s)
-        lease = granted.result() if granted.done() else self._held(engine, job)
+        lease = self._granted(engine, job, granted)
+        if lease is not None:
+            self._note_counts(job, lease)
+
+    def handle_for(self, engine: Engine, job: Job, granted: Granted) -> str | None:
+        """The sealed handle of the turn's lease, if there is one by now."""
+        if not job.asks_lease or job.turn.tag is None:
+            return None
+        lease = self._granted(engine, job, granted)
         if lease is None:
             self._metrics.handle("declined" if granted.done() else "late")
             return None

@@ -102,7 +102,7 @@ def _headline(verdict: Verdict, *, reused: int, missed: int) -> str:
 
 def _causes(total: Bucket) -> tuple[Finding, ...]:
     return tuple(
-        _finding(cause, count) for cause, count in total.missed.most_common(MAX_CAUSES)
+        _finding(cause, count) for cause, count in total.causes.most_common(MAX_CAUSES)
     )
 
 

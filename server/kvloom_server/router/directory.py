@@ -13,6 +13,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvloom.protocol import (
+    PROVISIONAL,
+    RENEWED,
     LeaseEvent,
     LeaseRecord,
     Leases,
@@ -37,8 +39,7 @@ CONVERSATION_BYTES: Final = 800
 """Memory of one entry without its leases, at most, with the tables' share of it
 (CPython 3.11, 64 bits; a test measures it)."""
 LEASE_BYTES: Final = 300
-"""Memory of one lease, likewise: with four of them an entry stays below 2 KB, and a
-conversation that does not branch has one."""
+"""Memory of one lease, likewise: with four of them an entry stays below 2 KB."""
 
 _LIVE: Final = frozenset({LeaseState.GRANTED, LeaseState.CLAIMED})
 
@@ -204,12 +205,16 @@ class Directory:
             del self._unwanted[event.lease_id]
             self._drop(engine, event.lease_id, Reason.LEASE_GONE)
             return [Let(engine=engine, lease_id=event.lease_id)]
+        held = self.lease(engine, event.lease_id)
+        was_in_doubt = held is not None and held.is_provisional
         return self._hold(
             Lease(
                 lease_id=event.lease_id,
                 engine=engine,
                 num_tokens=event.num_tokens,
                 deadline_unix=event.deadline_unix,
+                is_provisional=event.reason == PROVISIONAL
+                or (was_in_doubt and event.reason != RENEWED),
             ),
             now,
         )
@@ -256,6 +261,7 @@ class Directory:
                 engine=engine,
                 num_tokens=record.num_tokens,
                 deadline_unix=record.deadline_unix,
+                is_provisional=record.is_provisional,
             )
             let += self._hold(lease, now)
         return let
@@ -279,12 +285,15 @@ class Directory:
         warm = None if is_new else known.warm
         leases = _placed(known.leases, lease)
         self._put(replace(known, leases=leases, lost=None, warm=warm))
+        superseded = self._superseded(lease)
         if not is_new:
-            return []
+            return superseded
         self._conversations.move_to_end(tag)
-        return [*self._superseded(lease), *self._trim(tag), *self._shrink(now)]
+        return [*superseded, *self._trim(tag), *self._shrink(now)]
 
     def _superseded(self, lease: Lease) -> list[Let]:
+        if lease.is_provisional:
+            return []  # its turn may have been broken off
         let = self._expected.pop(lease.lease_id, None)
         if let is None or self.lease(let.engine, let.lease_id) is None:
             return []

@@ -19,12 +19,12 @@ import zmq
 
 from kvloom.protocol import (
     PROTOCOL_VERSION,
-    PROVISIONAL,
     SUBSCRIPTION_S,
     Hello,
     LeaseEvent,
     Leases,
     LeaseState,
+    PromptCounts,
     Release,
     Renew,
     Subscribe,
@@ -97,7 +97,6 @@ class LeaseFeed:
         self._seq = -1
         self._boot_id = ""
         self._mail: LeaseMail | None = None
-        self._provisional: set[str] = set()
         self._kicked = asyncio.Event()
 
     async def run(self, context: Context) -> None:
@@ -130,9 +129,9 @@ class LeaseFeed:
 
     def keep(self, lease_id: str) -> bool:
         """Have a lease kept whose turn ended well; whether that was in doubt."""
-        if lease_id not in self._provisional:
+        lease = self._directory.lease(self.engine, lease_id)
+        if lease is None or not lease.is_provisional:
             return False
-        self._provisional.discard(lease_id)
         if self._mail is not None:
             self._mail.send(Renew(lease_id=lease_id))
         return True
@@ -213,24 +212,28 @@ class LeaseFeed:
             self.live.clear()
             return False
         self._seq = event.seq
-        if event.reason == PROVISIONAL:
-            self._provisional.add(event.lease_id)
-        else:
-            self._provisional.discard(event.lease_id)
         let = self._directory.apply(self.engine, event, self._clock())
         if event.state is LeaseState.DECLINED:
             self._announcements.announce(event.lease_id, None)
         else:
-            self._announce(event.lease_id, event.answer)
+            self._announce(event.lease_id, event.answer, event.counts)
         self._let_go(let)
         return True
 
-    def _announce(self, lease_id: str, answer: Sequence[int] | None = None) -> None:
+    def _announce(
+        self,
+        lease_id: str,
+        answer: Sequence[int] | None = None,
+        counts: PromptCounts | None = None,
+    ) -> None:
         lease = self._directory.lease(self.engine, lease_id)
         if lease is None:
             return
-        if answer is not None:  # for who waits; it is not kept with the lease
+        # For who waits; they are not kept with the lease.
+        if answer is not None:
             lease = replace(lease, answer=tuple(answer))
+        if counts is not None:
+            lease = replace(lease, counts=counts)
         self._announcements.announce(lease_id, lease)
 
 

@@ -1,7 +1,7 @@
 """A turn under way: what was asked, what was planned, what came of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgspec
@@ -10,6 +10,7 @@ from kvloom.protocol import (
     PlanKind,
     PlanReport,
     PrefillOutcome,
+    PromptCounts,
     Reason,
     outcome_of,
 )
@@ -124,7 +125,8 @@ class Job:
     """Whether the prefill leg is over."""
     num_retries: int = 0
     told: PlanReport | None = None
-    """What the client was told of the turn, once it is answered."""
+    """What the client was told of the turn, once it is answered; then what its
+    engine said of the prompt as well."""
     trace: TurnTrace = UNTRACED
 
     @property
@@ -230,6 +232,17 @@ class Job:
             return usage.num_prompt, own.local_tokens, own.returned_tokens
         # vLLM's own connector: what it cached is all that it can have reused.
         return usage.num_prompt, usage.num_cached, 0
+
+
+def with_counts(report: PlanReport, counts: PromptCounts) -> PlanReport:
+    """A turn that decode did alone, now that it has said what it had of the prompt."""
+    return replace(
+        report,
+        prompt_tokens=counts.prompt_tokens,
+        local_tokens=counts.cached_tokens,
+        returned_tokens=0,
+        computed_tokens=_rest(counts.prompt_tokens, counts.cached_tokens),
+    )
 
 
 def kept(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:

@@ -34,8 +34,9 @@ EXPLORE_FACTOR: Final = 2
 nearly the same, so that a trial costs a user next to nothing."""
 EAGER_ROWS: Final = 200
 """So many first legs are all taken in, ..."""
-LEARN_EVERY: Final = 8
-"""... later ones once in so many: an update costs some ten microseconds."""
+LEARN_EVERY: Final = 7
+"""... later ones once in so many: an update costs some ten microseconds. It shares
+no factor with ``EXPLORE_EVERY``, so that trials are among them."""
 DIRECT_WEIGHT: Final = 0.3
 """Of the newest direct turn in what direct turns of an engine really take."""
 DIRECT_FORGIVEN: Final = 0.95

@@ -198,6 +198,10 @@ class Metrics:
         if ttft_s is not None:
             self.ttft.observe(ttft_s)
         self.decisions(report.plan, report.reason).inc()
+        self.prompt(report)
+
+    def prompt(self, report: PlanReport) -> None:
+        """Count one turn's prompt, by where its tokens came from."""
         counts = (
             ("local", report.local_tokens),
             ("returned", report.returned_tokens),

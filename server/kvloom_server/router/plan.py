@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from kvloom.protocol import PlanKind, Reason, ReturnMode
+from kvloom.protocol import PlanKind, PromptCounts, Reason, ReturnMode
 
 from .estimate import START_THRESHOLD, Load, Rates
 from .placement import Candidate, Place, Scene, placed
@@ -40,9 +40,14 @@ class Lease:
     """The decode engine's name."""
     num_tokens: int
     deadline_unix: float
+    is_provisional: bool = False
+    """Whether its turn may have been broken off: it ends soon unless it is renewed."""
     answer: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
     """The generated token ids: only as it is announced, and where they were
     asked for."""
+    counts: PromptCounts | None = field(default=None, compare=False, repr=False)
+    """What became of the prompt: only as it is announced, and where decode did the
+    turn alone."""
 
 
 class Warm(msgspec.Struct, frozen=True, kw_only=True):

@@ -111,7 +111,7 @@ _MEANINGS: Final = (
     Meaning(
         cause=Reason.PREFILL_DOWN,
         bearing=Bearing.MISSED,
-        text="No prefill engine answered, so decode computed the prompt itself.",
+        text="No prefill engine answered, so decode did the prompt itself.",
         advice="Look at the prefill engines: `kvloom doctor --engine …`.",
     ),
     Meaning(

@@ -45,7 +45,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float | None = None
     """The same of a stream; a whole answer's first byte says nothing of its first
     token."""
-    """From the request's arrival to the answer's first byte."""
     overhead_s: float | None = None
     """What of ``answered_s`` was the router's own."""
     total_s: float = 0.0

@@ -67,8 +67,10 @@ class Relay:
             raise EngineAnswerError(response.status, response.headers, body)
         if self._kept is not None:
             self._kept.feed(body)
-        headers = self._headers(response, is_stream=False)
+        self._answered(is_stream=False)
         handle = await self._handle()
+        # Not before: with its lease decode says what it had of the prompt.
+        headers = self._headers(response)
         if handle is not None and self._ending.by_header:
             headers.append((HANDLE_HEADER.lower(), handle))
         await self._client.reply(200, headers, self._ending.whole(body, handle))
@@ -81,7 +83,8 @@ class Relay:
         # Not before the first bytes: until then another engine may answer.
         first = await anext(chunks, b"")
         self._leg.streams(self._engine, self._job, self._began)
-        headers = self._headers(response, is_stream=True)
+        self._answered(is_stream=True)
+        headers = self._headers(response)
         if self._ending.by_header:
             headers += self._leg.early_handle(self._engine, self._job)
         await self._client.open_stream(200, headers, farewell=self._farewell)
@@ -122,17 +125,18 @@ class Relay:
         rest = self._splicer.abandon()
         return rest + self._ending.error_event(error, self._last)
 
-    def _headers(
-        self, response: UpstreamResponse, *, is_stream: bool
-    ) -> list[tuple[str, str]]:
+    def _answered(self, *, is_stream: bool) -> None:
         self._job.is_taken = True
-        report = self._leg.answered(
-            self._engine, self._job, self._began, is_stream=is_stream
-        )
+        self._leg.answered(self._engine, self._job, self._began, is_stream=is_stream)
+
+    def _headers(self, response: UpstreamResponse) -> list[tuple[str, str]]:
+        report = self._job.told
+        assert report is not None, "the first byte was noted"
         return [*kept(response.headers), (PLAN_HEADER.lower(), report.encode())]
 
     async def _handle(self) -> str | None:
-        return await self._leg.handle_for(self._engine, self._job, self._granted)
+        await self._leg.leased(self._engine, self._job, self._granted)
+        return self._leg.handle_for(self._engine, self._job, self._granted)
 
 
 def _is_stream(response: UpstreamResponse) -> bool:

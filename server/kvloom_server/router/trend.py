@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvloom.protocol import Reason
+
 from .reasons import Bearing, Cause, meaning_of
 from .receipts import Receipt
 
@@ -25,8 +27,8 @@ class Bucket:
     returned_tokens: int = 0
     computed_tokens: int = 0
     bearings: Counter[Bearing] = field(default_factory=Counter)
-    missed: Counter[Cause] = field(default_factory=Counter)
-    """Turns whose history was computed again, by why."""
+    causes: Counter[Cause] = field(default_factory=Counter)
+    """Why histories were computed again, and that prefill did not answer."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -44,8 +46,9 @@ class Bucket:
         if receipt.answered_s is None:
             return  # nothing came of it: no word on reuse
         self.bearings[meaning.bearing] += 1
-        if meaning.bearing is Bearing.MISSED:
-            self.missed[meaning.cause] += 1
+        # Without prefill decode does all prompts, whatever it had of them.
+        if meaning.bearing is Bearing.MISSED or meaning.cause is Reason.PREFILL_DOWN:
+            self.causes[meaning.cause] += 1
 
     def join(self, other: "Bucket") -> None:
         """Add another bucket's counts."""
@@ -55,7 +58,7 @@ class Bucket:
         self.returned_tokens += other.returned_tokens
         self.computed_tokens += other.computed_tokens
         self.bearings += other.bearings
-        self.missed += other.missed
+        self.causes += other.causes
 
 
 class Trend:
