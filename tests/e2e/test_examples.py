@@ -15,6 +15,7 @@ import pytest
 from e2e.served import Served, served
 from readme import ROOT
 
+from kvloom.langchain import ChatKVLoom
 from kvloom.protocol import conversation_id
 from kvloom.testing import Answer, Call, Context, respond
 
@@ -149,12 +150,23 @@ def test_a_service_keeps_its_users_apart(
             told.append(answer.json()["turn"])
         return told
 
+    models: list[ChatKVLoom] = []
+
+    def model_of(**options: Any) -> ChatKVLoom:
+        models.append(ChatKVLoom(**options))
+        return models[-1]
+
     async def all_talk() -> list[list[Any]]:
-        transport = httpx.ASGITransport(app=_load("service").service())
+        example = _load("service")
+        example.ChatKVLoom = model_of  # a service never ends, and closes nothing
+        transport = httpx.ASGITransport(app=example.service())
         async with httpx.AsyncClient(
             transport=transport, base_url="http://s"
         ) as client:
-            return await asyncio.gather(*(talk(client, user) for user in users))
+            told = await asyncio.gather(*(talk(client, user) for user in users))
+        for model in models:
+            await model.root_async_client.close()
+        return told
 
     told = asyncio.run(all_talk())
 
