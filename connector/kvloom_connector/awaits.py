@@ -41,16 +41,17 @@ _OTHERS: Final = ("dcp_size", "pp_size", "remote_num_tokens", "transfer_mode")
 class Ended:
     """How one wait ended."""
 
+    request_id: str
     request: Any
+    """vLLM's; ``None`` where it waits no more, and the blocks go back unread."""
     params: dict[str, Any] | None
     """What prefill announced, in vLLM's form; ``None``: decode computes."""
-    is_wanted: bool
-    """Whether the request still waited; if not, the blocks go back unread."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Wait:
     request: Any
+    """Until it is given up: aborted prompts may be long."""
     ref: PromptRef
     begun: float
     asked: float
@@ -101,12 +102,13 @@ class AwaitDesk:
         if isinstance(answer, Announced | Refused):
             self._end(request_id)
             params = _sound(answer.params) if isinstance(answer, Announced) else None
-            return Ended(request=wait.request, params=params, is_wanted=True)
+            return Ended(request_id=request_id, request=wait.request, params=params)
         if answer is not None and answer is not wait.said:
             wait.said, wait.unanswered_since = answer, None
         if _is_in_vain(wait, now):
+            request = wait.request
             self._give_up(request_id, now)
-            return Ended(request=wait.request, params=None, is_wanted=True)
+            return Ended(request_id=request_id, request=request, params=None)
         if wait.unanswered_since is None and now - wait.asked >= ASK_AGAIN_S:
             wait.asked = wait.unanswered_since = now
             self._ask(request_id, wait.ref)
@@ -136,12 +138,12 @@ class AwaitDesk:
                 self._mail.forget(_tag(request_id))
             params = _sound(answer.params) if isinstance(answer, Announced) else None
             if params is not None:
-                late.append(Ended(request=wait.request, params=params, is_wanted=False))
+                late.append(Ended(request_id=request_id, request=None, params=params))
         return late
 
     def _give_up(self, request_id: str, now: float) -> None:
         wait = self._waits.pop(request_id)
-        wait.given_up = now
+        wait.given_up, wait.request = now, None
         self._given_up[request_id] = wait
         while len(self._given_up) > MAX_GIVEN_UP:
             oldest = next(iter(self._given_up))

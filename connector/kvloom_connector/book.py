@@ -224,6 +224,12 @@ class LeaseBook:
         self._end(lease, Step.EVICT, reason=reason)
         return True
 
+    def evict_all(self, *, reason: str) -> None:
+        """Give up every lease; those that are claimed when their claims end, and
+        nobody else can claim them."""
+        for lease in list(self._leases.values()):
+            self._end(lease, Step.EVICT, reason=reason)
+
     def _offer(self, lease: Lease) -> None:
         heapq.heappush(self._by_value, (lease.value(), lease.lease_id))
         self._forget_old_offers()

@@ -6,7 +6,7 @@ them or their time is over. Decode asks after its read which of the two it was.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 MAX_READ = 4096
 READ_S = 10.0
@@ -24,6 +24,7 @@ class Handovers:
         self._clock = clock
         self._lock = threading.Lock()
         self._held: set[str] = set()
+        self._expired: set[str] = set()
         # When each was read; the oldest are forgotten.
         self._read: dict[str, float] = {}
 
@@ -32,12 +33,20 @@ class Handovers:
         with self._lock:
             self._held.add(request_id)
 
-    def end(self, request_id: str, *, was_read: bool) -> None:
-        """The blocks are given back: decode read them, or their time is over."""
+    def expire(self, request_ids: Iterable[str]) -> None:
+        """A worker gave these up; of several the last one may say so steps later,
+        and until then they have not ended."""
+        with self._lock:
+            self._expired.update(request_ids)
+
+    def end(self, request_id: str) -> None:
+        """The blocks are given back: decode read them, unless they have expired."""
         now = self._clock()
         with self._lock:
             self._held.discard(request_id)
-            if was_read:
+            if request_id in self._expired:
+                self._expired.remove(request_id)
+            else:
                 self._read[request_id] = now
             while self._read:
                 oldest = next(iter(self._read))
@@ -48,6 +57,8 @@ class Handovers:
     def was_good(self, request_id: str) -> bool:
         """Whether a read that has ended found the request's own KV."""
         with self._lock:
+            if request_id in self._expired:
+                return False
             if request_id in self._held:
                 return True
             read = self._read.get(request_id)

@@ -9,7 +9,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvloom.protocol import PromptCounts, expected_return_of, tells_answer
+from kvloom.protocol import (
+    PromptCounts,
+    expected_return_of,
+    tells_answer,
+    turn_of,
+)
 
 from .announcements import Announcements
 from .book import LeaseBook
@@ -62,7 +67,9 @@ class LeaseDesk:
         self._clock = clock or steady_unix_clock()
         self._ttl_s = settings.decoder_kv_blocks_ttl
         self._block_size = identity.block_size
-        self._hold = BlockHold(manager, self._give_up_some)
+        self._num_cached: dict[str, int] = {}
+        """Of turns that decode does alone, while they run."""
+        self._hold = BlockHold(manager, self._give_up_some, self._give_up_all)
         max_blocks = int(settings.max_leased_fraction * self._hold.num_blocks)
         self._service = open_service(
             identity,
@@ -71,37 +78,40 @@ class LeaseDesk:
             announcements=announcements,
             max_blocks=max_blocks,
             clock=self._clock,
+            wall_clock=time.time if clock is None else clock,
         )
 
-    def decline(self, turn_id: str, *, reason: str) -> None:
-        """Say that a turn gets no lease."""
-        with self._service.locked() as book:
-            book.decline(turn_id, reason=reason, now=self._clock())
+    def does_alone(self, request: Any) -> None:
+        """Decode gets this turn without prefill: count what it has of the prompt."""
+        if turn_of(request.kv_transfer_params or {}) is not None:
+            self._num_cached[request.request_id] = 0
+
+    def found(self, request: Any, num_cached: int) -> None:
+        """So many tokens of the prompt were cached. After a preemption they are the
+        request's own."""
+        if request.request_id in self._num_cached and not request.num_preemptions:
+            self._num_cached[request.request_id] = num_cached
 
     def grant(
-        self,
-        request: Any,
-        block_ids: Sequence[int],
-        *,
-        turn_id: str,
-        num_cached: int | None = None,
+        self, request: Any, block_ids: Sequence[int] | None, *, turn_id: str
     ) -> None:
-        """Lease a finished request's blocks, where they are sound.
+        """Lease a finished request's blocks, where they are sound; else say why not.
 
         Args:
             request: vLLM's, finished.
-            block_ids: its blocks, of the only KV-cache group.
+            block_ids: its blocks, of the only KV-cache group; ``None``: there are
+                several.
             turn_id: names the lease.
-            num_cached: tokens of the prompt that decode held already, where it did
-                the turn alone.
         """
+        num_cached = self._num_cached.pop(request.request_id, None)
         is_provisional = may_have_stopped(request)
         why = None if is_provisional else finish_reason(request)
         why = why or self._why_not(request)
-        if why is not None:
-            self.decline(turn_id, reason=why)
-            return
         now = self._clock()
+        if block_ids is None or why is not None:
+            with self._service.locked() as book:
+                book.decline(turn_id, reason=why or "hybrid_model", now=now)
+            return
         lease = self._lease(request, block_ids, turn_id, now=now)
         if num_cached is not None:
             lease.counts = PromptCounts(
@@ -156,6 +166,12 @@ class LeaseDesk:
             book.expire(now=self._clock())
             return self._give_back(book) or (book.evict() and self._give_back(book))
 
+    def _give_up_all(self) -> None:
+        """The prefix cache is reset: no lease holds what was there before."""
+        with self._service.locked() as book:
+            book.evict_all(reason="cache_reset")
+            self._give_back(book)
+
     def _give_back(self, book: LeaseBook) -> bool:
         freed = book.take_freed()
         for lease in freed:
@@ -190,6 +206,7 @@ def open_service(
     announcements: Announcements,
     max_blocks: int = 0,
     clock: Callable[[], float] = time.time,
+    wall_clock: Callable[[], float] | None = None,
 ) -> LeaseService:
     """An engine's lease service; with ``max_blocks`` 0 it grants no lease.
 
@@ -212,6 +229,7 @@ def open_service(
         handovers=handovers,
         announcements=announcements,
         clock=clock,
+        wall_clock=wall_clock,
     )
 
 

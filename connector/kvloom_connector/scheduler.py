@@ -91,8 +91,6 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             claim_timeout_s=settings.claim_timeout_s,
         )
         self._num_local: dict[str, int] = {}
-        self._num_cached: dict[str, int] = {}
-        """Of turns that decode does alone: tokens of the prompt that it had."""
         self._stats = LeaseStats()
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
@@ -138,8 +136,8 @@ class LeasingScheduler(NixlPullConnectorScheduler):
                 self._announcements.expect(name)
         awaited = awaited_of(params)
         is_alone = awaited is None and not params.get("do_remote_prefill")
-        if is_alone and turn_of(params) is not None:
-            self._num_cached[request.request_id] = 0
+        if is_alone and self._leases is not None:
+            self._leases.does_alone(request)
         if awaited is not None and not params.get("do_remote_decode"):
             params.pop("do_remote_prefill", None)
             self._awaits.begin(request, awaited, now=time.monotonic())
@@ -174,9 +172,12 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         if not params.get("do_remote_decode"):
             if self._awaits.waits(request.request_id):
                 return None, False
-            self._count_cached(request, num_computed_tokens)
+            if self._leases is not None:
+                self._leases.found(request, num_computed_tokens)
             return self._handed_over(request, num_computed_tokens)
-        self._num_local[request.request_id] = num_computed_tokens
+        if not request.num_preemptions:
+            # Later it finds what it has computed or read before.
+            self._num_local[request.request_id] = num_computed_tokens
         try:
             pull = self._plan_pull(request, params, num_computed_tokens)
         except StillAskingError:
@@ -185,12 +186,6 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             return 0, False
         params.update(read_params(pull, self.block_size))
         return pull.num_tokens - num_computed_tokens, True
-
-    def _count_cached(self, request: Any, num_computed_tokens: int) -> None:
-        """On decode: what it has itself of a turn that it does alone. One that was
-        preempted finds what it has computed before."""
-        if request.request_id in self._num_cached and not request.num_preemptions:
-            self._num_cached[request.request_id] = num_computed_tokens
 
     def _is_awaiting(self, request: Any) -> bool:
         """On decode: whether prefill still computes the prompt, as of now."""
@@ -207,11 +202,10 @@ class LeasingScheduler(NixlPullConnectorScheduler):
         """What prefill announced counts as if it had come with the request."""
         if ended.params is None:
             return
-        request_id = ended.request.request_id
-        if not ended.is_wanted:
+        if ended.request is None:
             # Nothing to read, but prefill is told that it can free the blocks.
             unread = SimpleNamespace(kv_transfer_params=ended.params)
-            self._reqs_need_recv[f"{request_id}-unread"] = (unread, [], (), False)
+            self._reqs_need_recv[f"{ended.request_id}-unread"] = (unread, [], (), False)
             return
         params = ended.request.kv_transfer_params
         ours = {**ended.params[ENGINE_KEY], **params[ENGINE_KEY]}
@@ -297,9 +291,9 @@ class LeasingScheduler(NixlPullConnectorScheduler):
     def update_connector_output(self, connector_output: Any) -> None:
         """Reads that ended, well or not, end their claims; so do hand-overs."""
         super().update_connector_output(connector_output)
-        expired = expired_sends(connector_output.kv_connector_stats)
+        self._handovers.expire(expired_sends(connector_output.kv_connector_stats))
         for request_id in connector_output.finished_sending or ():
-            self._handovers.end(request_id, was_read=request_id not in expired)
+            self._handovers.end(request_id)
         for request_id in connector_output.finished_recving or ():
             self._returns.read_done(request_id)
 
@@ -320,14 +314,10 @@ class LeasingScheduler(NixlPullConnectorScheduler):
             super().request_finished(request, block_ids)
         self._stop_heartbeat(request.request_id)
         turn_id = turn_of(params)
-        num_cached = self._num_cached.pop(request.request_id, None)
         if turn_id is not None and self._leases is not None:
-            if self._is_plain and len(block_ids) == 1:
-                self._leases.grant(
-                    request, block_ids[0], turn_id=turn_id, num_cached=num_cached
-                )
-            else:
-                self._leases.decline(turn_id, reason="hybrid_model")
+            is_plain = self._is_plain and len(block_ids) == 1
+            blocks = block_ids[0] if is_plain else None
+            self._leases.grant(request, blocks, turn_id=turn_id)
         return False, None
 
     def _finish_prefill(

@@ -12,8 +12,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import zmq
 
@@ -29,6 +29,7 @@ from kvloom.protocol import (
     Done,
     Hello,
     LeaseEvent,
+    LeaseRecord,
     Leases,
     ListLeases,
     Refused,
@@ -47,6 +48,8 @@ from .lease import Lease
 from .settings import MAX_CLAIM_LIFETIME_S, MAX_LEASE_TTL_S
 from .wake import WakePipe
 from .wire import decode, encode
+
+Told = TypeVar("Told", LeaseEvent, LeaseRecord)
 
 logger = logging.getLogger("vllm.kvloom")
 
@@ -106,7 +109,9 @@ class LeaseService:
         ttl_s: what a renewal that names no time gets, seconds.
         handovers: of a prefill engine, which confirms their reads.
         announcements: of a prefill engine, which others wait for.
-        clock: unix time, seconds.
+        clock: unix time, seconds, for the book.
+        wall_clock: unix time as others have it, in which they are told deadlines:
+            a clock that never jumps is no longer right after the machine slept.
 
     Raises:
         zmq.ZMQError: the address can't be bound.
@@ -124,6 +129,7 @@ class LeaseService:
         announcements: Announcements | None = None,
         cluster_key: bytes | None = None,
         clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
         self._announcements = (
             Announcements() if announcements is None else announcements
@@ -133,6 +139,7 @@ class LeaseService:
         self._book = book
         self._identity = identity
         self._clock = clock
+        self._wall_clock = wall_clock or clock
         self._boot_id = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._subscribers: dict[bytes, float] = {}
@@ -307,8 +314,15 @@ class LeaseService:
             engine_id=self._identity.engine_id,
             boot_id=self._boot_id,
             seq=self._book.seq,
-            leases=self._book.records(),
+            leases=self._on_the_wall(self._book.records()),
         )
+
+    def _on_the_wall(self, told: Iterable[Told]) -> list[Told]:
+        """With deadlines as others count."""
+        ahead = self._wall_clock() - self._clock()
+        return [
+            replace(each, deadline_unix=each.deadline_unix + ahead) for each in told
+        ]
 
     def _announce(self) -> None:
         """Tell those who wait for a prompt that it is done."""
@@ -326,7 +340,7 @@ class LeaseService:
         silent = [peer for peer, end in self._subscribers.items() if end <= now]
         for peer in silent:
             del self._subscribers[peer]
-        for event in events:
+        for event in self._on_the_wall(events):
             frames = _tagged(event, b"")
             for peer in self._subscribers:
                 self._socket.send_multipart([peer, *frames])

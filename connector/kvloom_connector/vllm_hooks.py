@@ -86,11 +86,14 @@ def bound_cores() -> set[int]:
 def num_valid_tokens(request: Request) -> int:
     """Leading tokens of a finished request whose KV exists and is final.
 
-    The last sampled token was never run; a step still in flight (async
-    scheduling) and rejected drafts (speculative decoding) are counted in
-    ``num_computed_tokens`` but hold nothing that may be read.
+    The last sampled token was never run; steps still in flight (async scheduling,
+    pipelines) and rejected drafts (speculative decoding) are counted in
+    ``num_computed_tokens`` but hold nothing that may be read. Placeholders stand
+    for output of such steps only; an abort may come while a chunk of the prompt is
+    computed again.
     """
-    computed: int = request.num_computed_tokens - request.num_output_placeholders
+    pending = max(request.num_output_placeholders, request.num_in_flight_tokens)
+    computed: int = request.num_computed_tokens - pending
     written: int = request.num_tokens - 1
     return max(0, min(computed, written))
 
@@ -197,14 +200,26 @@ class BlockHold:
         manager: vLLM's ``KVCacheManager``.
         give_up: called in the scheduler's thread where an allocation found no
             free blocks; whether it freed some.
+        give_up_all: called there before the prefix cache is reset, which vLLM
+            refuses while blocks are held, and after which their KV may be that of
+            other weights.
     """
 
-    def __init__(self, manager: Any, give_up: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        give_up: Callable[[], bool],
+        give_up_all: Callable[[], None],
+    ) -> None:
         self._pool = manager.block_pool
         self._allocate = manager.allocate_slots
+        self._reset = manager.reset_prefix_cache
         self._give_up = give_up
-        # vLLM has no hook between "no free blocks" and "wait" or "preempt".
+        self._give_up_all = give_up_all
+        # vLLM has no hook between "no free blocks" and "wait" or "preempt", nor
+        # one before a reset.
         manager.allocate_slots = self._allocate_or_give_up
+        manager.reset_prefix_cache = self._give_up_and_reset
 
     @property
     def num_blocks(self) -> int:
@@ -230,3 +245,7 @@ class BlockHold:
             if not self._give_up():
                 return None
         return blocks
+
+    def _give_up_and_reset(self) -> Any:
+        self._give_up_all()
+        return self._reset()

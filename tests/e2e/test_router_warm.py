@@ -180,6 +180,27 @@ async def test_a_users_turn_comes_before_a_warm_up() -> None:
         assert stage.cluster.prefill[0].engine.pool.num_held == 0
 
 
+async def test_a_warm_up_for_a_busy_engine_ends_with_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine may never have nothing to do; whoever waits for that takes a place."""
+    monkeypatch.setattr("kvloom_server.router.warm.LOOK_S", 0.01)
+    async with gated() as (stage, prefill_gate, decode_gate):
+        decode = stage.cluster.decode[0].engine
+        first = asyncio.create_task(stage.turn(opening(), **CALLING, **EAGER))
+        await decode.until_received(CHAT)
+        prefill_gate.clear()
+        other = {"extra_headers": {"X-Session-ID": "conversation-2"}}
+        busy = asyncio.create_task(stage.turn(opening("elsewhere? "), **other))
+        await stage.cluster.prefill[0].engine.until_received(CHAT, 2)
+        decode_gate.set()
+        await first
+        decode.leases.give_up(decode.pool.num_blocks)
+        await until_counted(stage, "no_lease")
+        prefill_gate.set()
+        await busy
+
+
 async def test_a_prefill_engine_that_dies_costs_the_warm_up_only() -> None:
     """The lease is there until the warm-up is done; the next turn is answered."""
     async with warming(prefill=2) as (stage, first, gate):

@@ -176,8 +176,11 @@ def test_decode_does_short_turns_alone(pair: Pair) -> None:
         asked = prompts_of(router)
         for number, question in enumerate(("Who am I?", "And who are you?", "Why?")):
             messages = [*messages, answer.message, user(question)]
-            ask = router.stream if number % 2 else router.ask
+            before, is_whole = answer, number % 2 == 0
+            ask = router.ask if is_whole else router.stream
             answer = ask(messages, "short-turns")
+            if is_whole:  # a stream's header goes before decode has counted
+                check_counts(answer, before)
             assert (answer.plan.plan, answer.plan.reason) == (
                 PlanKind.DIRECT,
                 Reason.SHORT,
@@ -195,6 +198,16 @@ def test_decode_does_short_turns_alone(pair: Pair) -> None:
         assert answer.plan.plan is PlanKind.RETURN
         assert answer.plan.returned_tokens
         assert answer.token_ids == router.oracle(messages)
+
+
+def check_counts(answer: Answer, before: Answer) -> None:
+    """All of the history was decode's own, to the block."""
+    plan, common = answer.plan, common_prefix_len(before.history, answer.prompt_ids)
+    assert plan.local_tokens is not None
+    assert common - BLOCK_SIZE < plan.local_tokens <= common
+    assert plan.returned_tokens == 0
+    assert plan.prompt_tokens == len(answer.prompt_ids)
+    assert plan.computed_tokens == plan.prompt_tokens - plan.local_tokens
 
 
 def prompts_of(router: Pair) -> float:

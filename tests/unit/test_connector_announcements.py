@@ -1,6 +1,8 @@
 """Decode waits for a prompt that prefill still computes, and never for ever."""
 
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -92,7 +94,7 @@ def ended(desk, mail, *, now=0.0):
 def params_of(desk, mail, *, now=0.0):
     """What the only wait got."""
     (over,) = ended(desk, mail, now=now)
-    assert over.is_wanted
+    assert over.request is not None
     return over.params
 
 
@@ -240,6 +242,21 @@ def test_a_prompt_that_never_reaches_prefill_is_not_waited_for(service, desk, ma
     assert UNKNOWN_S <= now <= UNKNOWN_S + SILENCE_S
 
 
+def test_an_aborted_request_is_not_kept(service, desk):
+    """Its prompt may be long, and its answer may come a minute later."""
+
+    class Request:
+        request_id = "r"
+
+    gone = Request()
+    desk.begin(gone, PromptRef(name="turn", address=service.address), now=0.0)
+    desk.forget("r", now=0.0)
+    kept = weakref.ref(gone)
+    del gone
+    gc.collect()
+    assert kept() is None
+
+
 @pytest.mark.parametrize("is_aborted", [True, False])
 def test_what_comes_for_nobody_is_handed_back(
     announcements, service, desk, mail, is_aborted
@@ -259,7 +276,7 @@ def test_what_comes_for_nobody_is_handed_back(
     assert desk.step(now=now) == []
     announcements.tell("turn", PARAMS)
     (over,) = ended(desk, mail, now=now)
-    assert (over.is_wanted, over.params) == (False, TAKEN_IN)
+    assert (over.request, over.params) == (None, TAKEN_IN)
     assert desk.step(now=now) == []
     assert mail.answer("await-r") is None
 

@@ -249,6 +249,21 @@ def test_what_became_of_the_prompt_is_told_once_and_not_kept():
     assert granted.counts is None
 
 
+def test_all_leases_can_be_given_up():
+    """One that is being read is kept to the end of the read, for no new reader."""
+    book = LeaseBook(max_blocks=10)
+    book.grant(lease("a", (1, 2)), now=0.0)
+    book.grant(lease("b", (3,)), now=0.0)
+    assert book.claim("b", "x", now=1.0, timeout_s=5.0)
+    book.evict_all(reason="cache_reset")
+    assert [one.lease_id for one in book.take_freed()] == ["a"]
+    assert book.claim("b", "y", now=1.0, timeout_s=5.0) is None
+    assert book.unclaim("b", "x")
+    assert [one.lease_id for one in book.take_freed()] == ["b"]
+    assert len(book) == 0
+    book.check_integrity()
+
+
 def test_leases_that_ended_leave_nothing_behind():
     """However many, and though memory is never short."""
     book = LeaseBook(max_blocks=1000)

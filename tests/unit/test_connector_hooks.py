@@ -223,6 +223,13 @@ ENDS = {
     "aborted_in_prefill": (100, 64, 0, 64),
     "nothing_written": (100, 0, 1, 0),
 }
+IN_FLIGHT = {
+    "async_eos": (204, 204, 1, 1, 203),
+    "drafts_under_way": (210, 215, 6, 6, 209),
+    "a_chunk_is_computed_again": (100, 64, 0, 64, 0),
+    "its_last_chunk": (100, 100, 1, 36, 64),
+    "two_steps": (204, 205, 2, 2, 203),
+}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +244,23 @@ def test_only_tokens_whose_kv_exists_count(
     request.append_output_token_ids(list(range(num_tokens - 90)))
     request.num_computed_tokens = computed
     request.num_output_placeholders = placeholders
+    assert hooks.num_valid_tokens(request) == valid
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "computed", "placeholders", "in_flight", "valid"),
+    IN_FLIGHT.values(),
+    ids=IN_FLIGHT,
+)
+def test_steps_that_are_under_way_have_written_nothing(
+    hooks, num_tokens, computed, placeholders, in_flight, valid
+):
+    """An abort comes at any time; what is computed just then must not be read."""
+    request = request_of(range(90))
+    request.append_output_token_ids(list(range(num_tokens - 90)))
+    request.num_computed_tokens = computed
+    request.num_output_placeholders = placeholders
+    request.num_in_flight_tokens = in_flight
     assert hooks.num_valid_tokens(request) == valid
 
 
@@ -342,7 +366,7 @@ def run(manager, request):
 def test_a_hold_outlives_its_request(hooks, manager):
     """vLLM releases the request at once; the blocks stay until they are given
     back, and then serve as prefix cache."""
-    hold = hooks.BlockHold(manager, lambda: False)
+    hold = hooks.BlockHold(manager, lambda: False, lambda: None)
     assert hold.num_blocks == NUM_BLOCKS + 1
     request = request_of(range(12))
     blocks = run(manager, request)
@@ -358,7 +382,7 @@ def test_a_hold_outlives_its_request(hooks, manager):
 def test_two_holds_share_blocks(hooks, manager):
     """Two turns of one conversation hold the same first blocks: giving one
     up frees only what is its own."""
-    hold = hooks.BlockHold(manager, lambda: False)
+    hold = hooks.BlockHold(manager, lambda: False, lambda: None)
     turns = [request_of(range(9)), request_of(range(20), request_id="r2")]
     held = []
     for turn in turns:
@@ -376,7 +400,7 @@ def test_two_holds_share_blocks(hooks, manager):
 
 def test_a_prefix_outlives_what_follows_it(hooks, manager):
     """Blocks that were given back are reused from the tail on."""
-    hold = hooks.BlockHold(manager, lambda: False)
+    hold = hooks.BlockHold(manager, lambda: False, lambda: None)
     request = request_of(range(12))
     blocks = run(manager, request)
     hold.keep(blocks)
@@ -399,7 +423,7 @@ def test_leases_give_way_before_a_request_waits(hooks, manager):
         hold.give_back(held.pop(0))
         return True
 
-    hold = hooks.BlockHold(manager, give_up)
+    hold = hooks.BlockHold(manager, give_up, lambda: None)
     for number in range(3):
         request = request_of(
             range(50 * number, 50 * number + 12), request_id=f"{number}"
@@ -414,6 +438,25 @@ def test_leases_give_way_before_a_request_waits(hooks, manager):
     # What no lease can make room for waits, as without leases.
     assert run(manager, request_of(range(400, 424), request_id="big")) is None
     assert held == []
+
+
+def test_the_prefix_cache_can_be_reset_while_turns_are_held(hooks, manager):
+    """As after an update of weights: all leases go first, and nothing is found."""
+    held = []
+
+    def give_up_all():
+        while held:
+            hold.give_back(held.pop())
+
+    hold = hooks.BlockHold(manager, lambda: False, give_up_all)
+    request = request_of(range(12))
+    held.append(run(manager, request))
+    hold.keep(held[0])
+    manager.free(request)
+    assert manager.reset_prefix_cache()
+    assert hold.num_free_blocks == NUM_BLOCKS
+    again = manager.get_computed_blocks(request_of(range(20), request_id="r2"))
+    assert again[1] == 0
 
 
 def test_a_waiting_request_costs_no_lookup(hooks, manager):

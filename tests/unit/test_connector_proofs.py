@@ -46,7 +46,8 @@ def test_a_hand_over_is_good_while_it_is_held_or_was_read(desk, was_read):
     handovers = Handovers()
     handovers.hold("request")
     if was_read is not None:
-        handovers.end("request", was_read=was_read)
+        handovers.expire([] if was_read else ["request"])
+        handovers.end("request")
     with prefilling(handovers=handovers) as service:
         desk.expect("mine", ReadProof(address=service.address, lease_id="request"))
         finished, failed = {"mine"}, set()
@@ -103,7 +104,8 @@ def test_a_hand_over_is_good_exactly_if_it_was_not_lost(steps):
             handovers.hold(name)
             held.add(name)
             continue
-        handovers.end(name, was_read=step == "read")
+        handovers.expire([] if step == "read" else [name])
+        handovers.end(name)
         held.discard(name)
         if step == "read":
             read.add(name)
@@ -112,10 +114,20 @@ def test_a_hand_over_is_good_exactly_if_it_was_not_lost(steps):
         assert handovers.was_good(name) == (name in held | read)
 
 
+def test_what_one_worker_gave_up_was_not_read():
+    """Of several workers each tells in its own step; the last one ends it."""
+    handovers = Handovers()
+    handovers.hold("request")
+    handovers.expire({"request"})
+    assert not handovers.was_good("request")
+    handovers.end("request")
+    assert not handovers.was_good("request")
+
+
 def test_read_hand_overs_are_forgotten_in_the_end():
     """A prefill engine's memory does not grow with its requests."""
     handovers = Handovers()
     for number in range(MAX_READ + 10):
-        handovers.end(str(number), was_read=True)
+        handovers.end(str(number))
     assert not handovers.was_good("9")
     assert handovers.was_good("10")

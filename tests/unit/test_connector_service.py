@@ -113,10 +113,15 @@ def claim(lease_id="turn", claim_id="claim", *, tokens=TOKENS, timeout_s=60.0):
 
 
 @contextmanager
-def serving(clock=time.time):
+def serving(clock=time.time, wall_clock=None):
     """A lease service on a free port of loopback."""
     service = LeaseService(
-        LeaseBook(max_blocks=1000), ENGINE, host="127.0.0.1", port=0, clock=clock
+        LeaseBook(max_blocks=1000),
+        ENGINE,
+        host="127.0.0.1",
+        port=0,
+        clock=clock,
+        wall_clock=wall_clock,
     )
     try:
         yield service
@@ -221,6 +226,18 @@ def test_an_unknown_lease_is_refused(peer):
     assert peer.ask(Release(lease_id="nobody's")) == refused
     assert peer.ask(Release(lease_id="nobody's", claim_id="x")) == refused
     assert peer.ask(Renew(lease_id="nobody's", ttl_s=1.0)) == refused
+
+
+def test_deadlines_are_told_as_others_count_them(dial, clock):
+    """A clock that never jumps is wrong for all others once the machine has slept."""
+    with serving(clock, lambda: clock.now + 600.0) as service:
+        peer = dial(service)
+        peer.ask(Subscribe())
+        grant(service, lease(deadline=1010.0))
+        event, _ = peer.receive()
+        assert event.deadline_unix == 1610.0
+        (record,) = peer.ask(ListLeases()).leases
+        assert record.deadline_unix == 1610.0
 
 
 def test_a_lease_past_its_deadline_is_refused(service, peer, clock):

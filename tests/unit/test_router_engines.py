@@ -106,6 +106,27 @@ async def test_a_cancelled_leg_is_cancelled_and_not_lost() -> None:
     it.engine.lose_legs()
 
 
+async def test_an_engine_that_is_lost_as_a_leg_times_out_loses_all_of_them() -> None:
+    """Both at once: neither leg waits on, and whoever looked goes on looking."""
+    it = OneEngine()
+    loop = asyncio.get_running_loop()
+    complaints: list[object] = []
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    other = await at_work(it.engine)
+
+    async def too_late() -> None:
+        async with it.engine.leg(timeout_s=0):
+            # Behind the end of the time, which wakes this task a moment later.
+            loop.call_soon(it.engine.lose_legs)
+            await asyncio.Event().wait()
+
+    with pytest.raises((TimeoutError, EngineLostError)):
+        await too_late()
+    with pytest.raises(EngineLostError):
+        await other
+    assert complaints == []
+
+
 async def test_a_time_limit_inside_a_leg_stays_one() -> None:
     """A slow engine is told apart from a lost one."""
     it = OneEngine()

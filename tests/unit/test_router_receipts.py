@@ -154,8 +154,17 @@ def test_a_clock_that_was_set_back_loses_no_turn():
     """They count into the newest stretch."""
     trend = Trend(bucket_s=10, num_buckets=3)
     trend.add(receipt(0), now=1000.0)
-    trend.add(receipt(1), now=900.0)
+    trend.add(receipt(1), now=980.0)
     assert trend.total(1001.0).turns == 2
+
+
+def test_a_clock_that_was_far_ahead_does_not_stay_in_the_window():
+    """The verdict is on the last minutes, not on an hour that is to come."""
+    trend = Trend(bucket_s=10, num_buckets=3)
+    trend.add(receipt(0), now=4600.0)
+    trend.add(receipt(1), now=1000.0)
+    assert trend.total(1001.0).turns == 1
+    assert trend.total(1041.0).turns == 0
 
 
 def diagnosed(*said, **options):

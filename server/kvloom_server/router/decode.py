@@ -120,7 +120,7 @@ class DecodeLeg:
             await job.drop_ahead()
         refused: EngineAnswerError | None = None
         while name is not None and len(job.tried) < MAX_ATTEMPTS:
-            engine = self._engines[name]
+            engine, began = self._engines[name], self._clock()
             job.seats.take(engine)
             try:
                 return await self._at(engine, job, params, client)
@@ -138,6 +138,7 @@ class DecodeLeg:
                 # may have read them can't be followed by another.
                 if isinstance(error, BrokenError):
                     params, job.is_taken = None, True
+            job.engines_s += self._clock() - began
             job.tried.append(name)
             job.num_retries += 1
             self._metrics.retries("decode").inc()
@@ -209,8 +210,14 @@ class DecodeLeg:
         """The leg's answer: of the one that went ahead, or of a new one."""
         ahead = job.ahead
         if ahead is not None and ahead.decode == engine.name:
+            try:
+                response = await ahead.sending
+            except UpstreamError:
+                job.ahead = None
+                raise
+            # Not before: whoever is cancelled at this moment has it dropped.
             job.ahead = None
-            return await ahead.sending
+            return response
         await job.drop_ahead()
         request = self._request(engine, job, params, trace=trace)
         return await self._upstream.send(request)

@@ -32,6 +32,12 @@ class EngineLostError(BrokenError):
     """The engine went down or hung while it worked at a leg."""
 
 
+def end_now(limit: asyncio.Timeout) -> None:
+    """Have the block end, unless its time is just over: it wakes a moment later."""
+    if not limit.expired():
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
 class Engine:
     """One engine as the router sees it now."""
 
@@ -169,7 +175,7 @@ class Engine:
         """End what is in flight: the engine will not."""
         legs, self._legs = self._legs, set()
         for leg in legs:
-            leg.reschedule(asyncio.get_running_loop().time())
+            end_now(leg)
 
     # --- what came of it
 

@@ -82,6 +82,9 @@ class Trend:
 
     def _newest(self, now: float) -> Bucket:
         start = int(now // self.bucket_s) * self.bucket_s
+        # What is far in the future was counted by a clock that was wrong.
+        while self._buckets and self._buckets[-1].start_unix > start + self.window_s:
+            self._buckets.pop()
         # A clock that was set back counts into the newest bucket.
         if not self._buckets or self._buckets[-1].start_unix < start:
             self._buckets.append(Bucket(start_unix=start))

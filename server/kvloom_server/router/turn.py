@@ -136,7 +136,8 @@ class Conductor:
         job = self._line.started_now(request.model, start)
         if job is None:
             job = await client.unless_gone(self._line.wait(request.model, start))
-            self._metrics.queue_s.observe(self._clock() - arrived)
+            job.engines_s = self._clock() - arrived
+            self._metrics.queue_s.observe(job.engines_s)
         return job
 
     def _unseat(self, job: Job) -> None:
@@ -148,7 +149,9 @@ class Conductor:
         self._chronicle.began(job)
         try:
             if self._exact.wants(job):
+                began = self._clock()
                 await client.unless_gone(self._exact.prepare(job))
+                job.engines_s += self._clock() - began
             self._decode.go_ahead(job)
             await client.unless_gone(
                 self._prefill.run(job), adopt=partial(self._prefill.adopt, job=job)

@@ -10,6 +10,7 @@ done, so that a turn loses nothing by it.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -19,7 +20,7 @@ from kvloom.protocol import LeaseRef, ReturnMode
 
 from .api import Api
 from .directory import Directory, Let
-from .engine import Engine, EngineLostError
+from .engine import Engine, EngineLostError, end_now
 from .engines import Engines
 from .estimate import Load
 from .exact_turns import as_json, history_ids
@@ -42,6 +43,8 @@ MAX_WAITING: Final = 64
 """Warm-ups that wait for their engine to have nothing to do; more are dropped."""
 MAX_BODY_BYTES: Final = 4 * 1024 * 1024
 """Of a warm-up's request: many may wait in memory."""
+LOOK_S: Final = 5.0
+"""How often one that waits for its engine looks whether its lease is still there."""
 MAX_TRIES: Final = 3
 """How often one begins anew after it has made way for a user's leg."""
 
@@ -162,7 +165,7 @@ class Warmer:
         """A user's leg is about to begin at this engine, or it has left."""
         running = self._running.pop(prefill, None)
         if running is not None:
-            running.reschedule(asyncio.get_running_loop().time())
+            end_now(running)
 
     async def close(self) -> None:
         """Give up what waits or runs."""
@@ -235,7 +238,8 @@ class Warmer:
             return WarmUpOutcome.UNFIT
         engine, tries = warm_up.engine, 0
         while tries < MAX_TRIES:
-            await engine.idle.wait()
+            if not await self._is_idle(engine, warm_up.lease):
+                return WarmUpOutcome.NO_LEASE
             async with self._slots:
                 if not self._is_open(engine):
                     return WarmUpOutcome.NO_ENGINE
@@ -248,6 +252,17 @@ class Warmer:
                 return outcome
             tries += 1
         return WarmUpOutcome.YIELDED
+
+    async def _is_idle(self, engine: Engine, lease: Lease) -> bool:
+        """Wait until it is; ``False`` once the lease is gone, for an engine may
+        never be."""
+        while not engine.idle.is_set():
+            if not self._is_held(lease):
+                return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await engine.idle.wait()
+        return True
 
     def _is_open(self, engine: Engine) -> bool:
         """Whether the next turn may go there."""
