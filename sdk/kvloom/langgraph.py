@@ -12,6 +12,7 @@ nodes call a kvloom OpenAI client themselves:
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, closing, contextmanager
+from copy import copy
 from importlib import import_module
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final
@@ -67,8 +68,8 @@ _VARIANTS: Final = frozenset(
 class WrappedGraph:
     """A compiled graph in whose nodes kvloom clients know the conversation.
 
-    It is run as the graph is: ``invoke``, ``stream``, ``batch``, ``astream_events``
-    (v1 and v2), and so on; its variants (``with_config``, ``with_retry``) are wrapped,
+    It is run as the graph is: ``invoke``, ``stream``, ``batch``, ``stream_events``,
+    and so on; its variants (``with_config``, ``with_retry``) are wrapped,
     too. A batch is one run. All else is the graph's own.
     """
 
@@ -118,11 +119,14 @@ class WrappedGraph:
     def astream_log(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         return self._asteps(self._graph.astream_log(*args, **kwargs))
 
+    def stream_events(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stepped().stream_events(*args, **kwargs)
+
     def astream_events(self, *args: Any, **kwargs: Any) -> Any:
-        events = self._graph.astream_events(*args, **kwargs)
-        # That of v3 is awaited, and is no stream of events.
-        is_stream = isinstance(events, AsyncIterator)
-        return self._asteps(events) if is_stream else events
+        bound = getattr(self._graph, "kwargs", {})
+        if {**bound, **kwargs}.get("version") == "v3":  # awaited, and no iterator
+            return self._stepped().astream_events(*args, **kwargs)
+        return self._asteps(self._graph.astream_events(*args, **kwargs))
 
     def abatch_as_completed(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         return self._asteps(self._graph.abatch_as_completed(*args, **kwargs))
@@ -195,6 +199,22 @@ class WrappedGraph:
             with endings.one(where, voice):
                 endings.num += await _aended(voice.client, where.conversation_id)
         return endings.total()
+
+    def _stepped(self) -> Any:
+        """The graph, with each step of its ``stream`` wrapped: v3's events are made
+        of these."""
+        from langgraph.pregel import Pregel  # loaded: a graph was made
+
+        if isinstance(self._graph, Pregel):
+            stepped: Any = copy(self._graph)
+            stepped.stream, stepped.astream = self.stream, self.astream
+            return stepped
+        bound = getattr(self._graph, "bound", None)
+        if bound is None:
+            return self._graph
+        # What with_retry and bind make passes its calls on to a graph.
+        inner = self._wrapping(lambda: bound)()._stepped()
+        return self._graph.model_copy(update={"bound": inner})
 
     def _wrapping(self, make: Callable[..., Any]) -> Callable[..., "WrappedGraph"]:
         def made(*args: Any, **kwargs: Any) -> WrappedGraph:

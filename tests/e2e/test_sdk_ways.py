@@ -64,6 +64,30 @@ def test_every_way_to_run_a_graph_is_in_its_thread(way: Callable[[Any], Any]) ->
     assert len(got) == len(way(plain))
 
 
+async def _v3(steps: Any) -> list[Any]:
+    return await _all(await steps)
+
+
+V3_WAYS: dict[str, Callable[[Any], Any]] = {
+    "sync": lambda g: list(g.stream_events(INPUT, CONFIG, version="v3")),
+    "async": lambda g: _run(_v3(g.astream_events(INPUT, CONFIG, version="v3"))),
+    "retried": lambda g: list(
+        g.with_retry().stream_events(INPUT, CONFIG, version="v3")
+    ),
+    "bound": lambda g: _run(
+        _v3(g.with_retry().bind(version="v3").astream_events(INPUT, CONFIG))
+    ),
+    "config": lambda g: list(g.with_config(CONFIG).stream_events(INPUT, version="v3")),
+}
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
+@pytest.mark.parametrize("way", V3_WAYS.values(), ids=V3_WAYS)
+def test_streams_of_events_are_in_the_graphs_thread(way: Callable[[Any], Any]) -> None:
+    """So it is with LangGraph's third version of them."""
+    test_every_way_to_run_a_graph_is_in_its_thread(way)
+
+
 def test_a_variant_ends_the_threads_of_its_graph() -> None:
     """And the other way round: they are one graph."""
     server = _Server()
