@@ -50,7 +50,7 @@ def named_by(request: Outgoing, dialect: Dialect, *, namespace: str) -> Named | 
     ambient = current()
     if ambient is not None:
         return _ambient(ambient, namespace)
-    default = header(request.default_headers, CONVERSATION_HEADER)
+    default = _first(request.default_headers, dialect)
     return None if default is None else _foreign(default[1])
 
 
@@ -80,12 +80,19 @@ def spelling(headers: Mapping[str, object], name: str) -> str:
 
 
 def _explicit(request: Outgoing, dialect: Dialect) -> tuple[str, object] | None:
-    for name in (CONVERSATION_HEADER, *dialect.headers):
-        found = header(request.headers, name)
-        if found is not None:
-            return found
+    found = _first(request.headers, dialect)
+    if found is not None:
+        return found
     given = ((key, request.body.get(key)) for key in dialect.body)
     return next(((key, value) for key, value in given if value is not None), None)
+
+
+def _first(
+    headers: Mapping[str, object], dialect: Dialect
+) -> tuple[str, object] | None:
+    """The header that names the conversation."""
+    names = (CONVERSATION_HEADER, *dialect.headers)
+    return next((it for name in names if (it := header(headers, name))), None)
 
 
 def _foreign(value: object) -> Named | None:
