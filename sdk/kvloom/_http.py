@@ -12,7 +12,7 @@ from ._arguments import taken
 from ._byte_stream import follow
 from ._carry import Attachment, Carrier, Ticket
 from ._follow import Follower
-from ._outgoing import GENERATION_PATHS, Outgoing
+from ._outgoing import GENERATION_PATHS, Outgoing, attempt_in
 from .protocol import PLAN_HEADER, PlanReport
 
 _TICKET: Final = "kvloom_http"
@@ -20,9 +20,6 @@ _TICKET: Final = "kvloom_http"
 
 _SEEN_TO: Final = "kvloom"
 """Where kvloom's OpenAI clients keep theirs: they have seen to the request."""
-
-_RETRY_COUNT: Final = "x-stainless-retry-count"
-"""In which openai's clients say how often a request was sent before."""
 
 
 class SyncCarrying:
@@ -160,7 +157,7 @@ def _outgoing(request: Any, defaults: Mapping[str, str]) -> Outgoing | None:
         headers={k: v for k, v in request.headers.items() if defaults.get(k) != v},
         default_headers=defaults,
         body=body,
-        attempt=_attempt_of(request.headers),
+        attempt=attempt_in(request.headers),
     )
 
 
@@ -196,8 +193,3 @@ def _body_of(request: Any) -> Mapping[str, object] | None:
     except (RuntimeError, ValueError):  # a body that is still to be read, or no JSON
         return None
     return body if isinstance(body, Mapping) else None
-
-
-def _attempt_of(headers: Mapping[str, str]) -> int:
-    count = headers.get(_RETRY_COUNT, "0")
-    return int(count) if count.isdecimal() else 0

@@ -13,6 +13,9 @@ from .protocol import CONVERSATION_HEADER, conversation_id
 _OURS: Final = re.compile(r"kvl-[A-Za-z0-9_-]{24}")
 """An ID that :func:`~kvloom.protocol.conversation_id` made."""
 
+_RETRY_COUNT: Final = "x-stainless-retry-count"
+"""In which openai's clients say how often a request was sent before."""
+
 GENERATION_PATHS: Final = frozenset({"/chat/completions", "/completions", "/responses"})
 
 
@@ -65,6 +68,12 @@ def turn_of(request: Outgoing, *, started_at: float) -> Turn:
         # The Responses API says in its last event how it ended.
         needs_done=is_streamed and request.path != "/responses",
     )
+
+
+def attempt_in(headers: Mapping[str, str]) -> int:
+    """How often a request of an openai client's was sent before it."""
+    count = headers.get(_RETRY_COUNT, "0")
+    return int(count) if count.isdecimal() else 0
 
 
 def header(headers: Mapping[str, object], name: str) -> tuple[str, object] | None:

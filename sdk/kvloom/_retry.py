@@ -19,6 +19,7 @@ import tenacity
 from ._byte_stream import has_begun
 from ._carry import Ticket
 from ._interrupted import TurnInterruptedError, causes_of
+from ._outgoing import attempt_in
 from ._within import within
 from .telemetry import Event, TurnRetried
 
@@ -153,8 +154,13 @@ def note_attempts(error: Exception, num_attempts: int) -> None:
 
 
 def num_attempts_of(error: BaseException) -> int:
-    """How often one of kvloom's clients has sent the request that failed so."""
-    return int(getattr(error, _ATTEMPTS, 0))
+    """How often a client has sent the request that failed so; 0 of other errors.
+
+    Outside of conversations openai's own loop repeats it, and counts in a header.
+    """
+    noted = int(getattr(error, _ATTEMPTS, 0))
+    request: Any = error.request if isinstance(error, openai.APIError) else None
+    return noted if request is None else max(noted, attempt_in(request.headers) + 1)
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: float) -> float | None:

@@ -21,6 +21,7 @@ from ._conversation import speaking_in
 from ._extras import needing
 from ._run import Run, RunReport, listening
 from ._spoken import Spoken, Voice, Where, hearing
+from ._telling import OutsideCollector
 from ._thread import ThreadSource, conversation_in, lane_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class WrappedGraph:
         self._graph = graph
         self._namespace = namespace
         self._source = ThreadSource(namespace)
-        self._on_run = on_run
+        self._on_run = None if on_run is None else OutsideCollector(on_run)
         self._spoken = Spoken()
 
     def __getattr__(self, name: str) -> Any:
@@ -218,10 +219,9 @@ class WrappedGraph:
 
     def _wrapping(self, make: Callable[..., Any]) -> Callable[..., "WrappedGraph"]:
         def made(*args: Any, **kwargs: Any) -> WrappedGraph:
-            variant = WrappedGraph(
-                make(*args, **kwargs), namespace=self._namespace, on_run=self._on_run
-            )
-            variant._spoken = self._spoken  # its threads are this graph's
+            variant = WrappedGraph(make(*args, **kwargs), namespace=self._namespace)
+            # Its threads are this graph's, and so are its runs.
+            variant._spoken, variant._on_run = self._spoken, self._on_run
             return variant
 
         return made
@@ -307,7 +307,8 @@ def wrap(
         graph: any compiled graph.
         namespace: whose threads these are; ``None`` is each client's own.
         on_run: is told after each run what its turns were, also after one that
-            failed or was not read to its end. It must not raise.
+            failed or was not read to its end. It must not raise. A run that Python's
+            garbage collector ends is told with the next.
     """
     return WrappedGraph(graph, namespace=namespace, on_run=on_run)
 
@@ -315,9 +316,9 @@ def wrap(
 def retry_on(error: Exception) -> bool:
     """For LangGraph's ``RetryPolicy(retry_on=…)``: is a node worth another run?
 
-    A kvloom client retries a turn itself; what it gave up after that is not
-    multiplied here. Of openai's errors those are retried that may go away (the
-    connection, 408, 409, 429, 5xx) and whose client did not retry
+    A kvloom client retries a turn itself, as openai's own does; what it gave up after
+    that is not multiplied here. Of openai's errors those are retried that may go away
+    (the connection, 408, 409, 429, 5xx) and whose client did not retry
     (``max_retries=0``), and streams that broke off before their first word. All
     else is LangGraph's own choice.
     """

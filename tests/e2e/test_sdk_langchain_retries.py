@@ -72,6 +72,17 @@ def test_no_retry_multiplies_the_clients(
 
 
 @every_layer
+def test_no_retry_multiplies_openais_own(layer: Any) -> None:
+    """Without a thread the client's own loop repeats a request: that counts, too."""
+    router = FakeRouter(failures=[503] * 50, headers={"retry-after-ms": "1"})
+
+    with pytest.raises(openai.APIStatusError):
+        layer(_model(router)).invoke({"messages": [("user", "hi")]})
+
+    assert len(router.seen) == 3
+
+
+@every_layer
 @every_header
 def test_no_retry_repeats_an_answer_that_has_begun(
     layer: Any, has_headers: bool

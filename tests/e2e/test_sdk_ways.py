@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -86,6 +87,32 @@ V3_WAYS: dict[str, Callable[[Any], Any]] = {
 def test_streams_of_events_are_in_the_graphs_thread(way: Callable[[Any], Any]) -> None:
     """So it is with LangGraph's third version of them."""
     test_every_way_to_run_a_graph_is_in_its_thread(way)
+
+
+def test_no_run_is_told_of_by_the_garbage_collector() -> None:
+    """A stream of steps that I drop: its run is told with the graph's next, outside
+    of whatever the collector interrupted."""
+    lock = threading.Lock()
+    told: list[kvloom.RunReport] = []
+
+    def on_run(report: kvloom.RunReport) -> None:
+        assert lock.acquire(blocking=False), "this would wait for ever"
+        told.append(report)
+        lock.release()
+
+    graph = wrap(_graph(_speaker(FakeRouter())), on_run=on_run)
+    held: dict[str, Any] = {
+        "steps": graph.with_config(tags=["x"]).stream(INPUT, CONFIG)
+    }
+    held["itself"] = held  # only the garbage collector ends it
+    next(held["steps"])
+    del held
+    with lock:
+        gc.collect()
+
+    assert told == []
+    graph.invoke(INPUT, CONFIG)
+    assert [report.turns for report in told] == [1, 1]
 
 
 def test_a_variant_ends_the_threads_of_its_graph() -> None:
