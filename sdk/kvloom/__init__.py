@@ -8,26 +8,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._conversation import conversation
+    from ._conversation import Conversation, conversation
+    from ._history import History, Mark
     from ._local_cluster import LocalCluster, LocalClusterError, local_cluster
     from ._raw_thread import RawThreadWarning
     from ._report import TurnReport
     from ._retry import retries
     from ._run import Run, RunReport, watch
     from ._sqlite import SQLiteStore
-    from ._store import HandleStore, HandleStoreError, MemoryStore
+    from ._store import (
+        HandleStore,
+        HandleStoreError,
+        MemoryStore,
+        StoredHandle,
+        StoreKey,
+    )
     from .protocol import conversation_id
 
 __all__ = [
+    "Conversation",
     "HandleStore",
     "HandleStoreError",
+    "History",
     "LocalCluster",
     "LocalClusterError",
+    "Mark",
     "MemoryStore",
     "RawThreadWarning",
     "Run",
     "RunReport",
     "SQLiteStore",
+    "StoreKey",
+    "StoredHandle",
     "TurnReport",
     "conversation",
     "conversation_id",
@@ -38,15 +50,20 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Conversation": "kvloom._conversation",
     "HandleStore": "kvloom._store",
     "HandleStoreError": "kvloom._store",
+    "History": "kvloom._history",
     "LocalCluster": "kvloom._local_cluster",
     "LocalClusterError": "kvloom._local_cluster",
+    "Mark": "kvloom._history",
     "MemoryStore": "kvloom._store",
     "RawThreadWarning": "kvloom._raw_thread",
     "Run": "kvloom._run",
     "RunReport": "kvloom._run",
     "SQLiteStore": "kvloom._sqlite",
+    "StoreKey": "kvloom._store",
+    "StoredHandle": "kvloom._store",
     "TurnReport": "kvloom._report",
     "conversation": "kvloom._conversation",
     "conversation_id": "kvloom.protocol",

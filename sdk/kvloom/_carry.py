@@ -17,13 +17,9 @@ from ._outgoing import Named, Outgoing, header, named_by, spelling, turn_of
 from ._raw_thread import warn_once
 from ._report import REPORT_KEY, TurnReport
 from ._run import listeners
-from ._store import (
-    HandleStore,
-    HandleStoreError,
-    MemoryStore,
-    StoredHandle,
-    StoreKey,
-)
+from ._safe_store import SafeStore
+from ._store import HandleStore, MemoryStore, StoredHandle, StoreKey
+from ._telling import Telling
 from ._tool_times import ToolTimes, answered_calls, offered_tools
 from ._turn import Turn
 from .protocol import (
@@ -40,7 +36,6 @@ from .telemetry import (
     Event,
     Events,
     HandleMissing,
-    StoreFailed,
     TurnEnded,
     TurnFailed,
     TurnStarted,
@@ -142,8 +137,9 @@ class Carrier:
         self.dialect = dialect_of(dialect)
         self.clock = clock
         self._times = ToolTimes() if hints and self.dialect.is_kvloom else None
-        self._events = events
-        self._has_told_missing = self._has_told_store = False
+        self._tell = Telling(events)
+        self._kept = SafeStore(self.store, self._tell)
+        self._has_told_missing = False
         self._warn_of_raw_threads = warn_once()
 
     def named(self, request: Outgoing) -> Named | None:
@@ -220,7 +216,9 @@ class Carrier:
         ticket.is_settled = is_whole  # a stream's handle may follow its last choice
         if handle is not None and ticket.mark is not None and self._keeps_handles:
             stored = StoredHandle(handle=handle, history=ticket.mark, received_at=now)
-            ticket.has_handle = self._put(ticket, ticket.key, stored)
+            ticket.has_handle = self._kept.put(
+                ticket.key, stored, listening=ticket.listeners
+            )
         if self._times is not None:
             self._times.called(ticket.key, turn.tool_calls, now=now)
 
@@ -266,12 +264,6 @@ class Carrier:
         """Passes an event on to whoever listens in this context."""
         self._tell(event, listeners())
 
-    def _tell(self, event: Event, listening: tuple[Events, ...]) -> None:
-        for listener in listening:
-            listener(event)
-        if self._events is not None:  # last: it is the user's, and may raise
-            self._events(event)
-
     @property
     def is_ours(self) -> bool:
         """Whether the server is kvloom's router, and knows our conversations."""
@@ -287,11 +279,7 @@ class Carrier:
         why_not = self._why_not(request, history)
         if why_not is not None or history is None:
             return None, why_not or Carried.NO_HISTORY
-        try:
-            handle = self.store.pop(key, history, now=now)
-        except HandleStoreError as error:
-            self._fail_store(error, listeners())
-            handle = None
+        handle = self._kept.pop(key, history, now=now, listening=listeners())
         return handle, Carried.NOTHING_FITS if handle is None else Carried.HANDLE
 
     def _why_not(self, request: Outgoing, history: History | None) -> Carried | None:
@@ -302,14 +290,6 @@ class Carrier:
         if request.attempt > 0:
             return Carried.RETRY
         return Carried.NO_HISTORY if history is None else None
-
-    def _put(self, ticket: Ticket, key: StoreKey, stored: StoredHandle) -> bool:
-        try:
-            self.store.put(key, stored)
-        except HandleStoreError as error:
-            self._fail_store(error, ticket.listeners)
-            return False
-        return True
 
     def _expected_return(
         self, request: Outgoing, key: StoreKey, *, now: float
@@ -343,20 +323,6 @@ class Carrier:
         added: dict[str, object] = dict.fromkeys(keys, named.id)
         held = {} if handle is None else {KV_TRANSFER_PARAMS: carry(Unshown(handle))}
         return {**added, **held}
-
-    def _fail_store(
-        self, error: HandleStoreError, listening: tuple[Events, ...]
-    ) -> None:
-        failed = StoreFailed(error=type(error.__cause__ or error).__name__)
-        self._tell(failed, listening)
-        if self._has_told_store:
-            return
-        self._has_told_store = True
-        _LOG.warning(
-            "the store of handles cannot be used (%s): turns start cold as long as "
-            "that is so. It is said once; kvloom_events tells it each time",
-            failed.error,
-        )
 
     def _miss_handle(self, ticket: Ticket, named: Named, *, is_streamed: bool) -> None:
         if not self._keeps_handles:

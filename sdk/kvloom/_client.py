@@ -5,7 +5,6 @@ streamed chunk before it is typed, or a response before it is read. The private 
 that are overridden here are the same in 2.45 and 3.57, and tests say so first.
 """
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar
 
+import anyio
 import tenacity
 from openai import OpenAIError
 from openai._base_client import BaseClient
@@ -87,7 +87,9 @@ class Carrying(BaseClient[Any, Any]):
     def _build_request(
         self, options: FinalRequestOptions, *, retries_taken: int = 0
     ) -> Any:
-        retries_taken = max(retries_taken, _retry.attempt_now())
+        sending = _retry.sending_now()
+        if sending is not None:
+            retries_taken = max(retries_taken, sending.attempt)
         outgoing = self._outgoing(options, attempt=retries_taken)
         if outgoing is None:
             return super()._build_request(options, retries_taken=retries_taken)
@@ -99,6 +101,8 @@ class Carrying(BaseClient[Any, Any]):
         request = super()._build_request(options, retries_taken=retries_taken)
         request.extensions[_TICKET] = attachment.ticket
         if attachment.ticket.named is not None:
+            if sending is not None:
+                sending.ticket = attachment.ticket
             namespace = self._carrier.namespace
             note(self, attachment.ticket.named.id, namespace=namespace)
         return request
@@ -129,27 +133,39 @@ class Carrying(BaseClient[Any, Any]):
         is_raw = RAW_RESPONSE_HEADER in response.request.headers
         if not (is_raw or is_stream):
             return  # read already, and parsed next
-        is_read = response.is_stream_consumed
-        kind = response.headers.get("content-type", "")
-        encoding = response.headers.get("content-encoding", "")
-        follower = Follower(
-            self._carrier,
-            ticket,
-            is_events=is_stream or "event-stream" in kind,
+        if response.is_stream_consumed:
             # What is there at once is read at once, whoever parses it later.
-            is_parsed=not (is_raw or is_read),
-            encoding="" if is_read else encoding,
-        )
-        if is_read:
-            follower.feed(response.content)
-            follower.end()
-            follower.close()
+            self._take_in(response, ticket, is_stream=is_stream)
             return
 
         def translate(follower: Follower, cause: Exception | StreamError) -> Exception:
             return interruption(response.request, follower, cause)
 
+        follower = Follower(
+            self._carrier,
+            ticket,
+            is_events=is_stream or _has_events(response),
+            is_parsed=not is_raw,
+            encoding=response.headers.get("content-encoding", ""),
+        )
         follow(response, follower, translate=None if is_raw else translate)
+
+    def _take_in(self, response: Any, ticket: Ticket, *, is_stream: bool) -> None:
+        """Takes in an answer that is there already."""
+        is_events = is_stream or _has_events(response)
+        follower = Follower(self._carrier, ticket, is_events=is_events, is_parsed=False)
+        follower.feed(response.content)
+        follower.end()
+        follower.close()
+
+    def _take_in_unparsed(self, response: Any) -> None:
+        """Takes in an answer that its caller has as it came: as text, as bytes, as the
+        HTTP library's response."""
+        ticket = ticket_of(response)
+        if ticket is None or ticket.key is None or ticket.is_over:
+            return
+        if response.is_stream_consumed:
+            self._take_in(response, ticket, is_stream=False)
 
     def _outgoing(
         self, options: FinalRequestOptions, *, attempt: int
@@ -200,12 +216,15 @@ class Carrying(BaseClient[Any, Any]):
     @contextmanager
     def _attempt(self, named: Named, attempt: int) -> Iterator[None]:
         """One sending of a request, and what becomes of it."""
+        sending = _retry.Sending(attempt)
         try:
-            with _retry.attempting(attempt):
+            with _retry.attempting(sending):
                 yield
         except BaseException as error:
             status = getattr(error, "status_code", None)
-            self._carrier.failed(named, attempt, error=error, status=status)
+            # An answer that came, and is not what its caller would parse, has ended.
+            if sending.ticket is None or not sending.ticket.is_over:
+                self._carrier.failed(named, attempt, error=error, status=status)
             if isinstance(error, OpenAIError):
                 _retry.note_attempts(error, attempt + 1)
             raise
@@ -247,6 +266,11 @@ class SyncCarrying(Carrying):
 
     if not TYPE_CHECKING:  # the types are openai's own
 
+        def _process_response(self, *, response, **how):
+            answer = super()._process_response(response=response, **how)
+            self._take_in_unparsed(response)
+            return answer
+
         def request(self, cast_to, options, **how):
             named, limit = self._named(options), self._max_attempts(options)
             send, attempts = super().request, count()
@@ -279,6 +303,11 @@ class AsyncCarrying(Carrying):
 
     if not TYPE_CHECKING:  # the types are openai's own
 
+        async def _process_response(self, *, response, **how):
+            answer = await super()._process_response(response=response, **how)
+            self._take_in_unparsed(response)
+            return answer
+
         async def request(self, cast_to, options, **how):
             named, limit = self._named(options), self._max_attempts(options)
             send, attempts = super().request, count()
@@ -290,9 +319,9 @@ class AsyncCarrying(Carrying):
                 with self._attempt(named, next(attempts)):
                     return await send(cast_to, options, **how)
 
-            plan = _retry.plan_of(
-                limit, self._carrier.tell, asyncio.sleep, _no_async_sleep
-            )
+            # Of whatever loop this runs in: openai's clients run in trio's, too.
+            sleep = anyio.sleep
+            plan = _retry.plan_of(limit, self._carrier.tell, sleep, _no_async_sleep)
             return await tenacity.AsyncRetrying(**plan)(once)
 
 
@@ -302,6 +331,10 @@ def ticket_of(response: Any) -> Ticket | None:
         return None
     ticket = response.request.extensions.get(_TICKET)
     return ticket if isinstance(ticket, Ticket) else None
+
+
+def _has_events(response: Any) -> bool:
+    return "event-stream" in response.headers.get("content-type", "")
 
 
 def _is_ended(answer: object) -> bool:

@@ -12,7 +12,7 @@ from .telemetry import Events
 
 
 class _Options(TypedDict, total=False):
-    """What both of openai's clients take, in every supported version, and ours."""
+    """What both of openai's clients take, in some supported version, and ours."""
 
     admin_api_key: str | None
     organization: str | None
@@ -20,11 +20,14 @@ class _Options(TypedDict, total=False):
     webhook_secret: str | None
     base_url: Any  # str, or the URL of the httpx that this openai uses
     websocket_base_url: Any
-    timeout: float | openai.Timeout | None
+    timeout: float | openai.Timeout | openai.NotGiven | None
     max_retries: int
     default_headers: Mapping[str, str] | None
     default_query: Mapping[str, object] | None
     http_client: Any  # of httpx or httpx2
+    workload_identity: Any  # this and the next two have no type in 2.45
+    provider: Any
+    data_residency: Any
     kvloom_namespace: str
     kvloom_returns: Returns | None
     kvloom_store: HandleStore | None

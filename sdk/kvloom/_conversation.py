@@ -40,12 +40,16 @@ class Conversation:
     def __repr__(self) -> str:  # raw thread ids are kept out of logs
         return f"Conversation({self.id(default_namespace='')})"
 
-    def id(self, *, default_namespace: str) -> str:
-        """What is sent: a hash, never the names themselves."""
+    def id(self, *, default_namespace: str = "") -> str:
+        """What is sent: a hash, never the names themselves.
+
+        Args:
+            default_namespace: that of the client which sends it.
+        """
         namespace = default_namespace if self.namespace is None else self.namespace
         return conversation_id(namespace=namespace, thread=self.thread, lane=self.lane)
 
-    def thread_id(self, *, default_namespace: str) -> str:
+    def thread_id(self, *, default_namespace: str = "") -> str:
         """The ID of the whole thread, whatever the lane."""
         namespace = default_namespace if self.namespace is None else self.namespace
         return conversation_id(namespace=namespace, thread=self.thread)
@@ -54,7 +58,18 @@ class Conversation:
 Source = Callable[[], Conversation | None]
 """Tells the conversation when a request is made; for LangGraph's nodes."""
 
-_AMBIENT: ContextVar[Source | None] = ContextVar("kvloom_conversation", default=None)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Speaking:
+    """Who tells the conversation of a context."""
+
+    source: Source
+    is_block: bool
+    around: "_Speaking | None"
+    """Who tells it where ``source`` knows none."""
+
+
+_AMBIENT: ContextVar[_Speaking | None] = ContextVar("kvloom_conversation", default=None)
 
 
 @contextmanager
@@ -77,30 +92,39 @@ def conversation(
         ValueError: ``thread`` is empty.
     """
     named = Conversation(thread=thread, lane=lane, namespace=namespace)
-    with speaking_in(lambda: named):
+    with speaking_in(lambda: named, is_block=True):
         yield named
 
 
 @contextmanager
-def speaking_in(source: Source) -> Iterator[None]:
+def speaking_in(source: Source, *, is_block: bool = False) -> Iterator[None]:
     """Has ``source`` tell the conversation of this context.
 
     Where it knows none, the conversation around the block goes on.
     """
-    around = _AMBIENT.get()
-
-    def told() -> Conversation | None:
-        named = source()
-        return _told_by(around) if named is None else named
-
+    told = _Speaking(source=source, is_block=is_block, around=_AMBIENT.get())
     with within(_AMBIENT, told):
         yield
 
 
 def current() -> Conversation | None:
     """The conversation of this context, if it has one."""
-    return _told_by(_AMBIENT.get())
+    named, _ = _nearest()
+    return named
 
 
-def _told_by(source: Source | None) -> Conversation | None:
-    return None if source is None else source()
+def is_named_by_block() -> bool:
+    """Whether the conversation of this context is that of a :func:`conversation`
+    block, and not that of a graph around the code."""
+    _, is_block = _nearest()
+    return is_block
+
+
+def _nearest() -> tuple[Conversation | None, bool]:
+    told = _AMBIENT.get()
+    while told is not None:
+        named = told.source()
+        if named is not None:
+            return named, told.is_block
+        told = told.around
+    return None, False

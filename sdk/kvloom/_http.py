@@ -12,7 +12,7 @@ from ._arguments import taken
 from ._byte_stream import follow
 from ._carry import Attachment, Carrier, Ticket
 from ._follow import Follower
-from ._outgoing import GENERATION_PATHS, Outgoing
+from ._outgoing import GENERATION_PATHS, Outgoing, attempt_in
 from .protocol import PLAN_HEADER, PlanReport
 
 _TICKET: Final = "kvloom_http"
@@ -20,9 +20,6 @@ _TICKET: Final = "kvloom_http"
 
 _SEEN_TO: Final = "kvloom"
 """Where kvloom's OpenAI clients keep theirs: they have seen to the request."""
-
-_RETRY_COUNT: Final = "x-stainless-retry-count"
-"""In which openai's clients say how often a request was sent before."""
 
 
 class SyncCarrying:
@@ -45,8 +42,8 @@ class SyncCarrying:
 
     def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
         """As the library's own; a turn's request goes with its conversation."""
-        request = prepared(request, self._carrier)
         parent: Any = super()
+        request = prepared(request, self._carrier, defaults=parent.headers)
         try:
             response = parent.send(request, stream=True, **options)
         except BaseException as error:
@@ -71,8 +68,8 @@ class AsyncCarrying:
 
     async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
         """As the library's own; a turn's request goes with its conversation."""
-        request = prepared(request, self._carrier)
         parent: Any = super()
+        request = prepared(request, self._carrier, defaults=parent.headers)
         try:
             response = await parent.send(request, stream=True, **options)
         except BaseException as error:
@@ -88,12 +85,15 @@ class AsyncCarrying:
         return response
 
 
-def prepared(request: Any, carrier: Carrier) -> Any:
+def prepared(request: Any, carrier: Carrier, *, defaults: Mapping[str, str]) -> Any:
     """``request`` itself, or a copy that carries its conversation.
 
     The body's own bytes stay as they are; what is added stands before them.
+
+    Args:
+        defaults: the headers of the client, which are in each of its requests.
     """
-    outgoing = _outgoing(request)
+    outgoing = _outgoing(request, defaults)
     if outgoing is None:
         return request
     attachment = carrier.attach(outgoing)
@@ -141,7 +141,7 @@ class HTTPStatusError(Exception):
     """A server's refusal; never raised, its name stands in an event."""
 
 
-def _outgoing(request: Any) -> Outgoing | None:
+def _outgoing(request: Any, defaults: Mapping[str, str]) -> Outgoing | None:
     # The longest: "/completions" also ends "/chat/completions".
     paths = (path for path in GENERATION_PATHS if request.url.path.endswith(path))
     path = max(paths, key=len, default=None)
@@ -154,18 +154,17 @@ def _outgoing(request: Any) -> Outgoing | None:
     return Outgoing(
         endpoint=endpoint,
         path=path,
-        headers=dict(request.headers),
-        default_headers={},
+        headers={k: v for k, v in request.headers.items() if defaults.get(k) != v},
+        default_headers=defaults,
         body=body,
-        attempt=_attempt_of(request.headers),
+        attempt=attempt_in(request.headers),
     )
 
 
 def _carrying(request: Any, attachment: Attachment) -> Any:
+    anew = {b"content-length", *(name.lower().encode() for name in attachment.headers)}
     headers = [
-        (name, value)
-        for name, value in request.headers.raw
-        if name.lower() != b"content-length"
+        (name, value) for name, value in request.headers.raw if name.lower() not in anew
     ]
     added = [(k.encode(), v.encode()) for k, v in attachment.headers.items()]
     return type(request)(
@@ -194,8 +193,3 @@ def _body_of(request: Any) -> Mapping[str, object] | None:
     except (RuntimeError, ValueError):  # a body that is still to be read, or no JSON
         return None
     return body if isinstance(body, Mapping) else None
-
-
-def _attempt_of(headers: Mapping[str, str]) -> int:
-    count = headers.get(_RETRY_COUNT, "0")
-    return int(count) if count.isdecimal() else 0

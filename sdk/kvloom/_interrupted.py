@@ -9,7 +9,8 @@ again by itself: the caller has shown these words to somebody already.
                └── TurnTimeoutError      is an openai.APITimeoutError, too
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import openai
@@ -70,6 +71,29 @@ def interruption(
         partial_text=follower.turn.text,
         has_begun=follower.turn.has_begun,
     )
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """``error``, what it was raised from, and so on."""
+    told: set[int] = set()  # a chain may have been made into a ring
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in told:
+        told.add(id(cause))
+        yield cause
+        cause = cause.__cause__
+
+
+@contextmanager
+def interruptions_as_told() -> Iterator[None]:
+    """Around a framework that raises errors of its own from those of its client:
+    an answer that broke off is told as the client told it."""
+    try:
+        yield
+    except openai.APIError as error:
+        for cause in causes_of(error):
+            if isinstance(cause, TurnInterruptedError) and cause is not error:
+                raise cause from cause.__cause__
+        raise
 
 
 def _reason_in(body: object) -> str:

@@ -13,6 +13,9 @@ from .protocol import CONVERSATION_HEADER, conversation_id
 _OURS: Final = re.compile(r"kvl-[A-Za-z0-9_-]{24}")
 """An ID that :func:`~kvloom.protocol.conversation_id` made."""
 
+_RETRY_COUNT: Final = "x-stainless-retry-count"
+"""In which openai's clients say how often a request was sent before."""
+
 GENERATION_PATHS: Final = frozenset({"/chat/completions", "/completions", "/responses"})
 
 
@@ -50,7 +53,7 @@ def named_by(request: Outgoing, dialect: Dialect, *, namespace: str) -> Named | 
     ambient = current()
     if ambient is not None:
         return _ambient(ambient, namespace)
-    default = header(request.default_headers, CONVERSATION_HEADER)
+    default = _first(request.default_headers, dialect)
     return None if default is None else _foreign(default[1])
 
 
@@ -67,6 +70,12 @@ def turn_of(request: Outgoing, *, started_at: float) -> Turn:
     )
 
 
+def attempt_in(headers: Mapping[str, str]) -> int:
+    """How often a request of an openai client's was sent before it."""
+    count = headers.get(_RETRY_COUNT, "0")
+    return int(count) if count.isdecimal() else 0
+
+
 def header(headers: Mapping[str, object], name: str) -> tuple[str, object] | None:
     """A header, however it is spelled: its spelling and value."""
     wanted = name.lower()
@@ -80,12 +89,19 @@ def spelling(headers: Mapping[str, object], name: str) -> str:
 
 
 def _explicit(request: Outgoing, dialect: Dialect) -> tuple[str, object] | None:
-    for name in (CONVERSATION_HEADER, *dialect.headers):
-        found = header(request.headers, name)
-        if found is not None:
-            return found
+    found = _first(request.headers, dialect)
+    if found is not None:
+        return found
     given = ((key, request.body.get(key)) for key in dialect.body)
     return next(((key, value) for key, value in given if value is not None), None)
+
+
+def _first(
+    headers: Mapping[str, object], dialect: Dialect
+) -> tuple[str, object] | None:
+    """The header that names the conversation."""
+    names = (CONVERSATION_HEADER, *dialect.headers)
+    return next((it for name in names if (it := header(headers, name))), None)
 
 
 def _foreign(value: object) -> Named | None:

@@ -17,7 +17,9 @@ import openai
 import tenacity
 
 from ._byte_stream import has_begun
-from ._interrupted import TurnInterruptedError
+from ._carry import Ticket
+from ._interrupted import TurnInterruptedError, causes_of
+from ._outgoing import attempt_in
 from ._within import within
 from .telemetry import Event, TurnRetried
 
@@ -43,7 +45,18 @@ class _Rules:
 
 _RULES: ContextVar[_Rules | None] = ContextVar("kvloom_retries", default=None)
 
-_ATTEMPT: ContextVar[int] = ContextVar("kvloom_attempt", default=0)
+
+@dataclass(slots=True)
+class Sending:
+    """One attempt at one turn."""
+
+    attempt: int
+    """0, and then one more with each retry."""
+    ticket: Ticket | None = None
+    """Of its request, once that is built."""
+
+
+_SENDING: ContextVar[Sending | None] = ContextVar("kvloom_sending", default=None)
 
 
 @contextmanager
@@ -64,15 +77,15 @@ def retries(*, max_attempts: int | None = None, waits: bool = True) -> Iterator[
 
 
 @contextmanager
-def attempting(attempt: int) -> Iterator[None]:
+def attempting(sending: Sending) -> Iterator[None]:
     """Requests that are built in this block are that attempt."""
-    with within(_ATTEMPT, attempt):
+    with within(_SENDING, sending):
         yield
 
 
-def attempt_now() -> int:
-    """0, and then one more with each retry."""
-    return _ATTEMPT.get()
+def sending_now() -> Sending | None:
+    """The attempt that is under way in this context."""
+    return _SENDING.get()
 
 
 def plan_of(
@@ -116,17 +129,23 @@ def is_worth_a_new_try(error: Exception) -> bool | None:
     """What LangGraph should do about an error of a client; ``None`` for others.
 
     What the client has retried already is not retried again, and a stream is
-    only when it has said nothing yet.
+    only when it has said nothing yet. Frameworks raise errors of their own from a
+    client's, LangChain for one: what the client knew stands in the causes.
     """
-    if isinstance(error, TurnInterruptedError):
-        return not error.has_begun
-    begun = (has_begun(e) for e in (error, error.__cause__))  # raw responses
-    known = next((it for it in begun if it is not None), None)
+    causes = list(causes_of(error))
+    known = next((it for it in map(_has_begun, causes) if it is not None), None)
     if known is not None:
         return not known
-    if not isinstance(error, openai.OpenAIError):
-        return None
-    return num_attempts_of(error) <= 1 and is_repeatable(error)
+    if max(map(num_attempts_of, causes)) > 1:
+        return False
+    return is_repeatable(error) if isinstance(error, openai.OpenAIError) else None
+
+
+def _has_begun(error: BaseException) -> bool | None:
+    """Whether an answer had begun; ``None`` when ``error`` does not know."""
+    if isinstance(error, TurnInterruptedError):
+        return error.has_begun
+    return has_begun(error)  # a raw response's
 
 
 def note_attempts(error: Exception, num_attempts: int) -> None:
@@ -134,9 +153,14 @@ def note_attempts(error: Exception, num_attempts: int) -> None:
     setattr(error, _ATTEMPTS, num_attempts)
 
 
-def num_attempts_of(error: Exception) -> int:
-    """How often one of kvloom's clients has sent the request that failed so."""
-    return int(getattr(error, _ATTEMPTS, 0))
+def num_attempts_of(error: BaseException) -> int:
+    """How often a client has sent the request that failed so; 0 of other errors.
+
+    Outside of conversations openai's own loop repeats it, and counts in a header.
+    """
+    noted = int(getattr(error, _ATTEMPTS, 0))
+    request: Any = error.request if isinstance(error, openai.APIError) else None
+    return noted if request is None else max(noted, attempt_in(request.headers) + 1)
 
 
 def retry_after_s(headers: Mapping[str, str], *, now: float) -> float | None:

@@ -19,6 +19,10 @@ from ._within import within
 MAX_THREADS: Final = 10_000
 """The threads that were silent longest are forgotten; their leases expire."""
 
+MAX_LANES: Final = 1_000
+"""Of one thread; its oldest are forgotten. A graph may go on for ever and name a lane
+of its own in each step."""
+
 MAX_POOLS: Final = 64
 """So many HTTP clients are kept from being closed. Nodes that make a client for each
 call would pile up its connections; their conversations are forgotten, too."""
@@ -49,9 +53,14 @@ class Spoken:
     """The conversations of each thread, and who spoke in them last."""
 
     def __init__(
-        self, *, max_threads: int = MAX_THREADS, max_pools: int = MAX_POOLS
+        self,
+        *,
+        max_threads: int = MAX_THREADS,
+        max_lanes: int = MAX_LANES,
+        max_pools: int = MAX_POOLS,
     ) -> None:
         self._max_threads = max_threads
+        self._max_lanes = max_lanes
         self._max_pools = max_pools
         self._threads: OrderedDict[str, dict[Where, Voice]] = OrderedDict()
         self._pools: OrderedDict[object, set[tuple[str, Where]]] = OrderedDict()
@@ -71,7 +80,7 @@ class Spoken:
             self._threads.move_to_end(thread)
             self._pools.setdefault(_pool_of(client), set()).add((thread, where))
             self._pools.move_to_end(_pool_of(client))
-            self._keep_bounds()
+            self._keep_bounds(thread)
 
     def of(self, thread: str) -> Mapping[Where, Voice]:
         """A thread's conversations, and the last turn of each."""
@@ -89,12 +98,20 @@ class Spoken:
         with self._lock:
             assert len(self._threads) <= self._max_threads
             assert len(self._pools) <= self._max_pools
+            for known in self._threads.values():
+                assert 0 < len(known) <= self._max_lanes
             by_thread = {(t, w) for t, known in self._threads.items() for w in known}
             by_pool = [entry for entries in self._pools.values() for entry in entries]
             assert len(by_pool) == len(by_thread)
             assert set(by_pool) == by_thread
 
-    def _keep_bounds(self) -> None:
+    def _keep_bounds(self, thread: str) -> None:
+        lanes = self._threads[thread]
+        while len(lanes) > self._max_lanes:
+            self._drop(thread, next(iter(lanes)))
+        self._keep_threads_and_pools()
+
+    def _keep_threads_and_pools(self) -> None:
         while len(self._threads) > self._max_threads:
             thread, known = next(iter(self._threads.items()))
             for where in list(known):

@@ -23,7 +23,10 @@ class HandleStoreError(Exception):
 
 
 class StoreKey(NamedTuple):
-    """Whose handles: one conversation with one model at one endpoint."""
+    """Whose handles: one conversation with one model at one endpoint.
+
+    A store that writes it down hashes it first: an endpoint's URL may hold a password.
+    """
 
     endpoint: str
     model: str
@@ -44,8 +47,9 @@ class StoredHandle:
 class HandleStore(Protocol):
     """Keeps handles between turns. Safe to use from several threads.
 
-    Both methods may raise :class:`HandleStoreError`; a turn then goes on without
-    a handle.
+    Whatever either method raises, the turn goes on without a handle, and an event
+    tells the name of the error's class; of a :class:`HandleStoreError`, that of its
+    cause. Neither may be a coroutine.
     """
 
     def put(self, key: StoreKey, stored: StoredHandle) -> None:

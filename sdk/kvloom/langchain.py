@@ -8,8 +8,9 @@ Inside a LangGraph graph it knows the thread by itself. It also keeps what the
 model wrote as the model wrote it, because a changed history is a lost cache.
 """
 
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import openai as openai_sdk
@@ -19,14 +20,14 @@ from ._extras import needing
 
 with needing("langgraph"):
     from langchain_core.language_models import LanguageModelInput
-    from langchain_core.messages import AIMessage, AIMessageChunk
+    from langchain_core.messages import AIMessage
     from langchain_core.outputs import ChatGenerationChunk, ChatResult
     from langchain_core.runnables import RunnableConfig, ensure_config
-    from langchain_openai.chat_models.base import BaseChatOpenAI
 
 from . import _messages
 from ._carry import Carrier, Carry, Returns
-from ._conversation import current
+from ._chat_calls import NamedCalls
+from ._conversation import current, is_named_by_block
 from ._dialect import DialectName, dialect_of
 from ._outgoing import header
 from ._report import REPORT_KEY
@@ -40,7 +41,7 @@ __all__ = ["ChatKVLoom"]
 _TOKEN_IDS = "kvloom_token_ids"
 
 
-class ChatKVLoom(BaseChatOpenAI):
+class ChatKVLoom(NamedCalls):
     """Chat model for a kvloom router, or any server of OpenAI's protocol.
 
     The conversation of a call is, in this order: an ``X-Session-ID`` header given
@@ -92,76 +93,27 @@ class ChatKVLoom(BaseChatOpenAI):
 
     @model_validator(mode="after")
     def _carry_with_kvloom_clients(self) -> Self:
-        """Has the conversation carried by whatever the base class set up."""
-        carrier = self._carrier_of_both()
+        """Has the conversation carried by whatever the base class set up, or by the
+        clients of the model that this is a variant of."""
+        carrier = _ModelsCarrier(self)
         if _is_stock(self.root_client, openai_sdk.OpenAI, OpenAI):
             self.root_client = OpenAI(**self._client_options(self.root_client, carrier))
+            self.client = self.root_client.chat.completions
+        elif _is_outdated(self.root_client, carrier):
+            self.root_client = _carried_by(self.root_client, carrier)
             self.client = self.root_client.chat.completions
         if _is_stock(self.root_async_client, openai_sdk.AsyncOpenAI, AsyncOpenAI):
             options = self._client_options(self.root_async_client, carrier)
             self.root_async_client = AsyncOpenAI(**options)
+            self.async_client = self.root_async_client.chat.completions
+        elif _is_outdated(self.root_async_client, carrier):
+            self.root_async_client = _carried_by(self.root_async_client, carrier)
             self.async_client = self.root_async_client.chat.completions
         return self
 
     @property
     def _llm_type(self) -> str:
         return "kvloom-chat"
-
-    def invoke(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> AIMessage:
-        kwargs = self._named_by(config, kwargs)
-        return super().invoke(input, config, stop=stop, **kwargs)
-
-    async def ainvoke(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> AIMessage:
-        kwargs = self._named_by(config, kwargs)
-        return await super().ainvoke(input, config, stop=stop, **kwargs)
-
-    def stream(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> Iterator[AIMessageChunk]:
-        kwargs = self._named_by(config, kwargs)
-        return super().stream(input, config, stop=stop, **kwargs)
-
-    def astream(
-        self,
-        input: LanguageModelInput,
-        config: RunnableConfig | None = None,
-        *,
-        stop: list[str] | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[AIMessageChunk]:
-        kwargs = self._named_by(config, kwargs)
-        return super().astream(input, config, stop=stop, **kwargs)
-
-    def _carrier_of_both(self) -> Carrier:
-        return Carrier(
-            store=self.handles,
-            namespace=self.namespace,
-            returns=self.returns,
-            carry=self.carry,
-            dialect=self.dialect,
-            hints=self.hints,
-            events=self.events,
-            clock=self.clock,
-        )
 
     def _client_options(self, stock: Any, carrier: Carrier) -> dict[str, Any]:
         """What makes one of our clients do as ``stock`` does."""
@@ -183,22 +135,38 @@ class ChatKVLoom(BaseChatOpenAI):
     ) -> dict[str, Any]:
         """Takes the thread from a config of the call's own.
 
-        What a graph sets is found when the request is made; here it would end up
-        in the key of LangChain's answer cache.
+        What a graph sets is found when the request is made.
         """
         if not (config or {}).get("configurable"):
             return kwargs
-        given = self._headers(ensure_config(config), kwargs.get("extra_headers"))
-        return {**kwargs, "extra_headers": given} if given else kwargs
+        whole, around = ensure_config(config), ensure_config()
+        headers = self._headers(
+            whole,
+            kwargs.get("extra_headers"),
+            # LangChain merges a graph's own config into each call's.
+            is_own=_thread_in(whole) != _thread_in(around),
+        )
+        return {**kwargs, "extra_headers": headers} if headers else kwargs
 
     def _headers(
-        self, config: RunnableConfig, given: Mapping[str, Any] | None
+        self,
+        config: RunnableConfig,
+        given: Mapping[str, Any] | None,
+        *,
+        is_own: bool = False,
     ) -> dict[str, Any]:
         """The headers of a call, which name the conversation of ``config`` unless
-        something nearer does."""
+        something nearer does.
+
+        Args:
+            config: names a thread.
+            given: headers of the call's own.
+            is_own: whether the call itself names the thread, and no graph around it.
+        """
         given = given or {}
+        is_nearer = is_named_by_block() or (current() is not None and not is_own)
         is_named = (
-            current() is not None
+            is_nearer
             or self.carry == "off"
             or header(given, CONVERSATION_HEADER) is not None
         )
@@ -211,6 +179,21 @@ class ChatKVLoom(BaseChatOpenAI):
             parents = dialect_of(self.dialect).thread_headers
             headers |= dict.fromkeys(parents, thread_id)
         return {**headers, **given}
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        """The key of LangChain's answer cache: with the server, and without the
+        conversation, which changes no answer."""
+        headers = kwargs.pop("extra_headers", None) or {}
+        naming = (CONVERSATION_HEADER, *dialect_of(self.dialect).thread_headers)
+        names = {name.lower() for name in naming}
+        other = {k: v for k, v in headers.items() if k.lower() not in names}
+        kwargs |= {"extra_headers": other} if other else {}
+        return f"{super()._get_llm_string(stop=stop, **kwargs)}---{self._server()}"
+
+    def _server(self) -> str:
+        """Where the model is, without a password that an address may have."""
+        url = getattr(self.root_client, "base_url", None) or self.openai_api_base
+        return re.sub(r"(?<=//)[^/@]*@", "", str(url))
 
     def _get_request_payload(
         self,
@@ -272,6 +255,39 @@ class ChatKVLoom(BaseChatOpenAI):
         if isinstance(generation.message, AIMessage):
             _messages.forget(generation.message)
         return generation
+
+
+class _ModelsCarrier(Carrier):
+    """The carrier of both clients of a model, made of the model's fields."""
+
+    def __init__(self, model: ChatKVLoom) -> None:
+        self.made_of: dict[str, Any] = {
+            "store": model.handles,
+            "namespace": model.namespace,
+            "returns": model.returns,
+            "carry": model.carry,
+            "dialect": model.dialect,
+            "hints": model.hints,
+            "events": model.events,
+            "clock": model.clock,
+        }
+        super().__init__(**self.made_of)
+
+
+def _is_outdated(client: object, carrier: _ModelsCarrier) -> bool:
+    """Whether a client is that of a model with other fields. One that its user has
+    made keeps the options that it was given."""
+    known = getattr(client, "_carrier", None)
+    return isinstance(known, _ModelsCarrier) and known.made_of != carrier.made_of
+
+
+def _carried_by(client: Any, carrier: Carrier) -> Any:
+    return client.copy(_extra_kwargs={"kvloom_carrier": carrier})
+
+
+def _thread_in(config: RunnableConfig) -> str | None:
+    named = conversation_in(config)
+    return None if named is None else named.thread
 
 
 def _is_stock(client: object, stock: type, ours: type) -> bool:

@@ -12,6 +12,7 @@ nodes call a kvloom OpenAI client themselves:
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, closing, contextmanager
+from copy import copy
 from importlib import import_module
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,7 @@ from ._conversation import speaking_in
 from ._extras import needing
 from ._run import Run, RunReport, listening
 from ._spoken import Spoken, Voice, Where, hearing
+from ._telling import OutsideCollector
 from ._thread import ThreadSource, conversation_in, lane_of
 
 if TYPE_CHECKING:
@@ -67,8 +69,8 @@ _VARIANTS: Final = frozenset(
 class WrappedGraph:
     """A compiled graph in whose nodes kvloom clients know the conversation.
 
-    It is run as the graph is: ``invoke``, ``stream``, ``batch``, ``astream_events``
-    (v1 and v2), and so on; its variants (``with_config``, ``with_retry``) are wrapped,
+    It is run as the graph is: ``invoke``, ``stream``, ``batch``, ``stream_events``,
+    and so on; its variants (``with_config``, ``with_retry``) are wrapped,
     too. A batch is one run. All else is the graph's own.
     """
 
@@ -82,7 +84,7 @@ class WrappedGraph:
         self._graph = graph
         self._namespace = namespace
         self._source = ThreadSource(namespace)
-        self._on_run = on_run
+        self._on_run = None if on_run is None else OutsideCollector(on_run)
         self._spoken = Spoken()
 
     def __getattr__(self, name: str) -> Any:
@@ -118,11 +120,14 @@ class WrappedGraph:
     def astream_log(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         return self._asteps(self._graph.astream_log(*args, **kwargs))
 
+    def stream_events(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stepped().stream_events(*args, **kwargs)
+
     def astream_events(self, *args: Any, **kwargs: Any) -> Any:
-        events = self._graph.astream_events(*args, **kwargs)
-        # That of v3 is awaited, and is no stream of events.
-        is_stream = isinstance(events, AsyncIterator)
-        return self._asteps(events) if is_stream else events
+        bound = getattr(self._graph, "kwargs", {})
+        if {**bound, **kwargs}.get("version") == "v3":  # awaited, and no iterator
+            return self._stepped().astream_events(*args, **kwargs)
+        return self._asteps(self._graph.astream_events(*args, **kwargs))
 
     def abatch_as_completed(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         return self._asteps(self._graph.abatch_as_completed(*args, **kwargs))
@@ -196,12 +201,27 @@ class WrappedGraph:
                 endings.num += await _aended(voice.client, where.conversation_id)
         return endings.total()
 
+    def _stepped(self) -> Any:
+        """The graph, with each step of its ``stream`` wrapped: v3's events are made
+        of these."""
+        from langgraph.pregel import Pregel  # loaded: a graph was made
+
+        if isinstance(self._graph, Pregel):
+            stepped: Any = copy(self._graph)
+            stepped.stream, stepped.astream = self.stream, self.astream
+            return stepped
+        bound = getattr(self._graph, "bound", None)
+        if bound is None:
+            return self._graph
+        # What with_retry and bind make passes its calls on to a graph.
+        inner = self._wrapping(lambda: bound)()._stepped()
+        return self._graph.model_copy(update={"bound": inner})
+
     def _wrapping(self, make: Callable[..., Any]) -> Callable[..., "WrappedGraph"]:
         def made(*args: Any, **kwargs: Any) -> WrappedGraph:
-            variant = WrappedGraph(
-                make(*args, **kwargs), namespace=self._namespace, on_run=self._on_run
-            )
-            variant._spoken = self._spoken  # its threads are this graph's
+            variant = WrappedGraph(make(*args, **kwargs), namespace=self._namespace)
+            # Its threads are this graph's, and so are its runs.
+            variant._spoken, variant._on_run = self._spoken, self._on_run
             return variant
 
         return made
@@ -287,7 +307,8 @@ def wrap(
         graph: any compiled graph.
         namespace: whose threads these are; ``None`` is each client's own.
         on_run: is told after each run what its turns were, also after one that
-            failed or was not read to its end. It must not raise.
+            failed or was not read to its end. It must not raise. A run that Python's
+            garbage collector ends is told with the next.
     """
     return WrappedGraph(graph, namespace=namespace, on_run=on_run)
 
@@ -295,9 +316,9 @@ def wrap(
 def retry_on(error: Exception) -> bool:
     """For LangGraph's ``RetryPolicy(retry_on=…)``: is a node worth another run?
 
-    A kvloom client retries a turn itself; what it gave up after that is not
-    multiplied here. Of openai's errors those are retried that may go away (the
-    connection, 408, 409, 429, 5xx) and whose client did not retry
+    A kvloom client retries a turn itself, as openai's own does; what it gave up after
+    that is not multiplied here. Of openai's errors those are retried that may go away
+    (the connection, 408, 409, 429, 5xx) and whose client did not retry
     (``max_retries=0``), and streams that broke off before their first word. All
     else is LangGraph's own choice.
     """

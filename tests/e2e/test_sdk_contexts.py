@@ -14,7 +14,7 @@ from e2e.test_sdk_fake import FakeRouter
 import kvloom
 from kvloom._conversation import current
 from kvloom.openai import AsyncOpenAI, OpenAI
-from kvloom.telemetry import TurnFailed
+from kvloom.telemetry import Event, TurnEnded, TurnFailed, TurnStarted
 
 
 def _client(router: FakeRouter, **options: Any) -> OpenAI:
@@ -119,6 +119,34 @@ def test_a_turn_is_counted_where_it_was_begun() -> None:
 
     assert [turn.ending for turn in first.turns] == ["left", "clean"]
     assert second.turns == []
+
+
+def test_no_listener_is_called_by_the_garbage_collector() -> None:
+    """It interrupts code that may hold a lock that my listener waits for. I am told
+    with the next event; kvloom's own counts, which hold no lock, at once."""
+    lock = threading.Lock()
+    told: list[Event] = []
+
+    def listener(event: Event) -> None:
+        assert lock.acquire(blocking=False), "this would wait for ever"
+        told.append(event)
+        lock.release()
+
+    client = _client(FakeRouter(), kvloom_events=listener)
+    with kvloom.watch() as run, client.conversation("t"):
+        stream = _stream(client)
+        next(stream)
+        stream.itself = stream  # only the garbage collector ends it
+        del stream
+        with lock:
+            gc.collect()
+        assert [turn.ending for turn in run.turns] == ["left"]
+        assert [type(event) for event in told] == [TurnStarted]
+        assert list(_stream(client))
+
+    kinds = [type(event) for event in told]
+    assert kinds == [TurnStarted, TurnEnded, TurnStarted, TurnEnded]
+    assert told[1] in run.turns
 
 
 class _Dropped:

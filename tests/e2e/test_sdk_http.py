@@ -142,6 +142,24 @@ def test_an_asynchronous_one_does_too(library: ModuleType, stream: bool) -> None
 
 
 @every_library
+@pytest.mark.parametrize("name", ["X-Session-ID", "x-session-id"])
+def test_a_clients_own_header_is_a_default(library: ModuleType, name: str) -> None:
+    """The conversation of a block is nearer, and the header of a call is nearest."""
+    router = FakeRouter()
+    client = _client(router, library, headers={name: "default-of-mine"})
+    url, body = f"{URL}/chat/completions", _body(HELLO)
+
+    with client:
+        client.post(url, json=body)
+        with kvloom.conversation("t"):
+            client.post(url, json=body)
+            client.post(url, json=body, headers={name: "call-of-mine"})
+
+    told = [seen.conversation for seen in router.seen]
+    assert told == ["default-of-mine", ID, "call-of-mine"]
+
+
+@every_library
 def test_the_openai_client_of_a_framework_is_carried(library: ModuleType) -> None:
     """openai's own client with our ``http_client``: conversation, handle, retry."""
     router = FakeRouter()

@@ -33,13 +33,12 @@ ODD_ARGUMENTS = '{"b":2,  "a": 1.0,"note":"\\u00e9"}'
 
 
 def _model(router: FakeRouter, **options: Any) -> ChatKVLoom:
+    options = {"base_url": "http://fake/v1", "clock": router.clock} | options
     return ChatKVLoom(
         model="m",
-        base_url="http://fake/v1",
         api_key="none",
         http_client=router.client(),
         http_async_client=router.async_client(),
-        clock=router.clock,
         **options,
     )
 

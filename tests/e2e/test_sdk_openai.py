@@ -1,5 +1,7 @@
 """kvloom's OpenAI clients against a fake router, and what its users rely on."""
 
+import asyncio
+import inspect
 import uuid
 from typing import Any
 
@@ -9,6 +11,12 @@ from e2e.test_sdk_fake import FakeRouter, http
 
 import kvloom
 import kvloom.httpx
+from kvloom._client_options import (
+    AsyncAzureClientOptions,
+    AsyncClientOptions,
+    AzureClientOptions,
+    ClientOptions,
+)
 from kvloom.openai import AsyncOpenAI, OpenAI, report
 from kvloom.protocol import conversation_id
 from kvloom.telemetry import Carried, Ending, Event, TurnEnded, TurnStarted
@@ -368,6 +376,55 @@ def test_a_path_may_come_without_its_slash() -> None:
         client.post("chat/completions", body={"model": "m"}, cast_to=object)
 
     assert router.seen[0].conversation == ID
+
+
+@pytest.mark.parametrize(
+    "cast_to", [http.Response, str, bytes], ids=lambda c: c.__name__
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_answer_that_nobody_parses_is_carried(cast_to: Any, is_async: bool) -> None:
+    """As the HTTP library's response, as text, as bytes: it ends, with its handle."""
+    router = FakeRouter()
+    events: list[Event] = []
+    make: Any = AsyncOpenAI if is_async else OpenAI
+    opened = router.async_client() if is_async else router.client()
+    client = make(
+        base_url=URL, api_key="k", http_client=opened, kvloom_events=events.append
+    )
+
+    async def talk() -> None:
+        for messages in (HELLO, NEXT):
+            body = {"model": "m", "messages": messages}
+            answer = client.post("/chat/completions", body=body, cast_to=cast_to)
+            answer = await answer if is_async else answer
+            assert isinstance(answer, cast_to)
+
+    with client.conversation("t"):
+        asyncio.run(talk())
+
+    ended = [(e.ending, e.has_handle) for e in events if isinstance(e, TurnEnded)]
+    assert ended == [(Ending.CLEAN, True)] * 2
+    assert router.seen[1].handle == next(iter(router.issued))
+
+
+CLIENTS = [
+    (openai.OpenAI, ClientOptions),
+    (openai.AsyncOpenAI, AsyncClientOptions),
+    (openai.AzureOpenAI, AzureClientOptions),
+    (openai.AsyncAzureOpenAI, AsyncAzureClientOptions),
+]
+
+
+@pytest.mark.parametrize(("client", "options"), CLIENTS)
+def test_my_type_checker_knows_all_arguments_of_openais(
+    client: Any, options: Any
+) -> None:
+    """Whatever its constructor takes in the version that I have."""
+    taken = set(inspect.signature(client.__init__).parameters) - {"self"}
+
+    assert {name for name in taken if not name.startswith("_")} <= set(
+        options.__annotations__
+    )
 
 
 def test_our_clients_are_openais() -> None:

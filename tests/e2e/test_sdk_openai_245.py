@@ -16,6 +16,7 @@ NEEDS = (
     "pytest>=9,<10",
     "hypothesis>=6.140,<7",
     "opentelemetry-sdk>=1.30,<2",
+    "trio>=0.30,<1",
 )
 
 TESTS = (
@@ -27,6 +28,7 @@ TESTS = (
     "tests/e2e/test_sdk_dialects.py",
     "tests/e2e/test_sdk_http.py",
     "tests/e2e/test_sdk_retries.py",
+    "tests/e2e/test_sdk_stores.py",
     "tests/e2e/test_sdk_telemetry.py",
 )
 

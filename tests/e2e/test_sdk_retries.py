@@ -122,6 +122,23 @@ def test_the_server_says_how_long_to_wait() -> None:
     assert failed == [(0, 503), (1, 503)]
 
 
+def test_a_turn_waits_for_its_retry_in_trios_loop_too() -> None:
+    """openai's asynchronous client runs there, and so do its retries."""
+    trio = pytest.importorskip("trio")
+    router = FakeRouter(failures=[503], headers={"retry-after-ms": "1"})
+
+    async def ask() -> None:
+        client = AsyncOpenAI(
+            base_url=URL, api_key="k", http_client=router.async_client()
+        )
+        with client.conversation("t"), kvloom.retries(waits=True):
+            await _ask(client)
+
+    trio.run(ask)
+
+    assert len(router.seen) == 2
+
+
 NOON = 1_764_417_600.0  # Sat, 29 Nov 2025 12:00:00 GMT
 
 

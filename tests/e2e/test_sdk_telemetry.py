@@ -5,6 +5,7 @@ import logging
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
+import openai
 import pytest
 from e2e.test_sdk_calls import CALLS, HELLO, ID, NEXT, URL, _name
 from e2e.test_sdk_fake import PLAN, Clock, FakeRouter
@@ -13,6 +14,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import BaseModel, ValidationError
 
 import kvloom
 from kvloom import HandleStoreError, telemetry
@@ -120,6 +122,25 @@ def test_an_answer_that_i_leave_is_told_so(is_one_piece: bool) -> None:
 
     (ended,) = [e for e in events if isinstance(e, TurnEnded)]
     assert (ended.ending, ended.has_handle) == (Ending.LEFT, False)
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_an_answer_that_i_cannot_parse_has_come(finish: str) -> None:
+    """It is no failed attempt, which would count as a request without an answer."""
+
+    class Sum(BaseModel):
+        total: int
+
+    events: list[Event] = []
+    client = _client(FakeRouter(finish=finish), kvloom_events=events.append)
+
+    with (
+        client.conversation("t"),
+        pytest.raises((ValidationError, openai.LengthFinishReasonError)),
+    ):
+        client.chat.completions.parse(model="m", messages=HELLO, response_format=Sum)
+
+    assert [type(event) for event in events] == [TurnStarted, TurnEnded]
 
 
 def test_a_request_that_i_cancel_is_told_so() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -62,6 +63,56 @@ def test_every_way_to_run_a_graph_is_in_its_thread(way: Callable[[Any], Any]) ->
     assert [seen.conversation for seen in router.seen] == [_id("talk")]
     assert [report.turns for report in told] == [1]
     assert len(got) == len(way(plain))
+
+
+async def _v3(steps: Any) -> list[Any]:
+    return await _all(await steps)
+
+
+V3_WAYS: dict[str, Callable[[Any], Any]] = {
+    "sync": lambda g: list(g.stream_events(INPUT, CONFIG, version="v3")),
+    "async": lambda g: _run(_v3(g.astream_events(INPUT, CONFIG, version="v3"))),
+    "retried": lambda g: list(
+        g.with_retry().stream_events(INPUT, CONFIG, version="v3")
+    ),
+    "bound": lambda g: _run(
+        _v3(g.with_retry().bind(version="v3").astream_events(INPUT, CONFIG))
+    ),
+    "config": lambda g: list(g.with_config(CONFIG).stream_events(INPUT, version="v3")),
+}
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
+@pytest.mark.parametrize("way", V3_WAYS.values(), ids=V3_WAYS)
+def test_streams_of_events_are_in_the_graphs_thread(way: Callable[[Any], Any]) -> None:
+    """So it is with LangGraph's third version of them."""
+    test_every_way_to_run_a_graph_is_in_its_thread(way)
+
+
+def test_no_run_is_told_of_by_the_garbage_collector() -> None:
+    """A stream of steps that I drop: its run is told with the graph's next, outside
+    of whatever the collector interrupted."""
+    lock = threading.Lock()
+    told: list[kvloom.RunReport] = []
+
+    def on_run(report: kvloom.RunReport) -> None:
+        assert lock.acquire(blocking=False), "this would wait for ever"
+        told.append(report)
+        lock.release()
+
+    graph = wrap(_graph(_speaker(FakeRouter())), on_run=on_run)
+    held: dict[str, Any] = {
+        "steps": graph.with_config(tags=["x"]).stream(INPUT, CONFIG)
+    }
+    held["itself"] = held  # only the garbage collector ends it
+    next(held["steps"])
+    del held
+    with lock:
+        gc.collect()
+
+    assert told == []
+    graph.invoke(INPUT, CONFIG)
+    assert [report.turns for report in told] == [1, 1]
 
 
 def test_a_variant_ends_the_threads_of_its_graph() -> None:

@@ -33,8 +33,9 @@ steps = st.lists(
 def test_it_knows_the_last_turn_of_each_conversation(
     done: list[tuple[str, str, str, int]],
 ) -> None:
-    """Within its bounds: three threads and two HTTP clients, by their last turns."""
-    spoken = Spoken(max_threads=3, max_pools=2)
+    """Within its bounds: three threads, two lanes of each and two HTTP clients, by
+    their last turns."""
+    spoken = Spoken(max_threads=3, max_lanes=2, max_pools=2)
     last: dict[tuple[str, str], tuple[int, Client]] = {}
     for when, (what, thread, name, pool) in enumerate(done):
         if what == "add":
@@ -52,6 +53,22 @@ def test_it_knows_the_last_turn_of_each_conversation(
 
     if done and done[-1][0] == "add":
         assert spoken.of(done[-1][1])
+
+
+def test_the_lanes_of_one_thread_do_not_pile_up() -> None:
+    """A thread that goes on for ever, each step in a lane of its own: its last lanes
+    are known, and other threads are not forgotten for it."""
+    spoken, client = Spoken(max_lanes=10), Client()
+    spoken.add("other", "lane", client)
+    for step in range(100):
+        spoken.add("endless", f"lane-{step}", client)
+    spoken.add("endless", "lane-90", client)
+    spoken.add("endless", "lane-100", client)
+    spoken.check_integrity()
+
+    lanes = [where.conversation_id for where in spoken.of("endless")]
+    assert lanes == [f"lane-{step}" for step in (*range(92, 100), 90, 100)]
+    assert len(spoken.of("other")) == 1
 
 
 def test_a_later_turn_is_not_forgotten_with_an_earlier_one() -> None:

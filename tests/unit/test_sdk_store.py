@@ -14,7 +14,9 @@ from kvloom import HandleStore, MemoryStore
 from kvloom._history import History, history_of
 from kvloom._spoken import Spoken
 from kvloom._store import HANDLE_TTL_S, StoredHandle, StoreKey
+from kvloom._telling import OutsideCollector
 from kvloom._tool_times import ToolTimes
+from kvloom.telemetry import Event, StoreFailed
 
 KEY = StoreKey("http://fake/v1", "m", "kvl-conversation")
 
@@ -95,6 +97,22 @@ def test_a_fork_in_the_middle_of_a_turn_leaves_no_lock_behind() -> None:
 
     with store._lock, times._lock, spoken._lock:
         assert _in_a_child(is_right)
+
+
+def test_what_is_late_is_told_by_the_parent_alone() -> None:
+    """An event that waits for the next one is not told twice after a fork."""
+    told: list[Event] = []
+    telling = OutsideCollector(told.append)
+    failed = [StoreFailed(error=name) for name in ("late", "next")]
+    telling._late.append(failed[0])
+
+    def is_right() -> bool:
+        telling(failed[1])
+        return told == failed[1:]
+
+    assert _in_a_child(is_right)
+    telling(failed[1])
+    assert told == failed
 
 
 def test_the_longest_fitting_history_wins() -> None:
