@@ -25,9 +25,13 @@ record = pathlib.Path(os.environ["FAKE_RECORD"])
 options = dict(a.removeprefix("--").split("=", 1) for a in sys.argv[2:])
 ready = pathlib.Path(options["ready-file"])
 began = {"argv": sys.argv[1:], "pid": os.getpid(), "ready": str(ready)}
-record.write_text(json.dumps(began))
+def note(what):
+    # Whole, or not at all: the test may be reading it.
+    record.with_suffix(".part").write_text(json.dumps(what))
+    record.with_suffix(".part").replace(record)
+note(began)
 def stop(*_):
-    record.write_text(json.dumps({**began, "stopped": True}))
+    note({**began, "stopped": True})
     os._exit(0)
 signal.signal(signal.SIGTERM, stop)
 told = {"url": "http://127.0.0.1:9", "base_url": "http://127.0.0.1:9/v1"}
