@@ -15,7 +15,8 @@ from kvloom.protocol import PlanKind, Reason
 from kvloom_server.router import RouterServer
 from kvloom_server.settings import EngineSpec, RouterSettings
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 32
+"""Tokens, of the local cluster's engines."""
 CALLING: dict[str, Any] = {"tools": TOOLS, "max_tokens": 100}
 
 
