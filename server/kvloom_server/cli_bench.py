@@ -105,7 +105,7 @@ def reuse_(
     All play the same conversations in turn in one run. Needs vLLM, as `kvloom up`
     does, two cores, some 12 GB for two pairs of engines, and vllm-router (pip install
     'kvloom[bench]') unless --variant leaves rival out. --quick plays all variants,
-    but one conversation from 300 tokens on, three turns, with 0.5 seconds for each
+    but one conversation from 300 tokens on, two turns, with 0.5 seconds for the
     tool: no spread and no long histories. Without it: three conversations each from
     1,000, 2,000 and 4,000 tokens on, four turns.
     """

@@ -115,7 +115,7 @@ def effort(
     if is_quick:
         return Effort(
             lengths=(300,),
-            num_turns=3,
+            num_turns=2,
             repeats=repeats or 1,
             variants=chosen,
             tool_s=QUICK_TOOL_S,
