@@ -285,7 +285,7 @@ def test_what_is_asked_for_is_measured(is_quick: bool) -> None:
     some = effort(is_quick=is_quick, repeats=2, variants=[Variant.LAZY, Variant.OFF])
     assert some.variants == (Variant.OFF, Variant.LAZY)
     played = 2 * len(some.lengths) * (1 + 2) * len(CACHES)
-    assert some.num_steps == 1 + 3 + played
+    assert some.num_steps == 1 + 2 + played
     assert not some.needs_stock
     alone = effort(is_quick=is_quick, repeats=1, variants=[Variant.SINGLE])
     assert alone.variants == ()

@@ -64,7 +64,9 @@ class Player:
         self._truths: dict[tuple[int, ...], list[int]] = {}
         """Right answers by prompt: what one vLLM said, of this conversation."""
 
-    async def rehearse(self, seed: int, told: Callable[[Variant], None]) -> None:
+    async def rehearse(
+        self, seed: int, variants: Sequence[Variant], told: Callable[[Variant], None]
+    ) -> None:
         """A short conversation that is not counted: first requests are slow.
 
         Who fails here fails below too, and is counted there.
@@ -73,9 +75,9 @@ class Player:
             seed=seed, repeat=-1, prefix_tokens=100, num_turns=2, call_tokens=8
         )
         unseen = Results(None, {})
-        for variant, contestants in self._contestants.items():
+        for variant in variants:
             told(variant)
-            for _ in tuple(contestants):
+            for _ in tuple(self._contestants[variant]):
                 await self.play(talk, variant, "kept", unseen)
 
     async def play(
