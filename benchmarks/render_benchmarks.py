@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sections import command, machine
-from sections_reuse import reuse
+from sections_reuse import recorded, reuse
 
 from kvloom_server.bench import layouts
 from kvloom_server.bench.crowded import NUM_TURNS, PREFIX_TOKENS, SMALL_DECODE
@@ -323,6 +323,7 @@ def _pull_us(laws: Sequence[Row], model: str, basis: str) -> float:
 
 SECTIONS: Final = (
     Section("reuse.jsonl", reuse),
+    Section("recorded.jsonl", recorded),
     Section("router.jsonl", router),
     Section("sdk.jsonl", sdk),
     Section("pressure.jsonl", pressure),

@@ -70,7 +70,7 @@ def recorded(where: dict[str, Any], rows: list[Row]) -> str:
 
 {command(where)}
 
-{_num_talks(turns)} of the sessions that somebody's agent for airline customers had (a policy as
+From the first on, {_num_talks(turns)} of the sessions that somebody's agent for airline customers had (a policy as
 system prompt, then the customer's and the tools' words as they were recorded; the answers are
 the small model's own). The recording is not ours to publish; [own-sessions.md](own-sessions.md) says
 how to measure yours. Pauses were not recorded, so each is {TOOL_S:g} s.
