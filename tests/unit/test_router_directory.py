@@ -66,6 +66,18 @@ def names(known: Directory, tag: bytes = TAG) -> list[str]:
     return [lease.lease_id for lease in found.leases] if found else []
 
 
+def going_on() -> tuple[Directory, Lease, str]:
+    """A directory, the lease that a conversation's second turn goes on from, and that
+    turn's name."""
+    known = directory()
+    first, second = new_turn_id(TAG), new_turn_id(TAG)
+    known.apply("d0", event(first), NOW)
+    lease = known.lease("d0", first)
+    assert lease is not None
+    known.supersede(second, lease)
+    return known, lease, second
+
+
 def test_a_restarted_router_learns_everything_from_the_engines() -> None:
     """After a restart of the router no conversation has lost its lease."""
     known = directory()
@@ -81,12 +93,8 @@ def test_a_restarted_router_learns_everything_from_the_engines() -> None:
 def test_a_turn_that_may_have_been_broken_off_replaces_nothing() -> None:
     """Its lease ends soon unless its turn ended well; until that is said, the one
     that it continues is kept."""
-    known = directory()
-    first, second = new_turn_id(TAG), new_turn_id(TAG)
-    known.apply("d0", event(first), NOW)
-    lease = known.lease("d0", first)
-    assert lease is not None
-    known.supersede(second, lease)
+    known, lease, second = going_on()
+    first = lease.lease_id
     assert known.apply("d0", event(second, reason=PROVISIONAL), NOW) == []
     # Prefill may claim it meanwhile: that says nothing of its turn.
     assert known.apply("d0", event(second, LeaseState.CLAIMED), NOW) == []
@@ -98,12 +106,8 @@ def test_a_turn_that_may_have_been_broken_off_replaces_nothing() -> None:
 
 def test_a_turn_that_was_broken_off_leaves_what_it_continued() -> None:
     """The next turn finds the history."""
-    known = directory()
-    first, second = new_turn_id(TAG), new_turn_id(TAG)
-    known.apply("d0", event(first), NOW)
-    lease = known.lease("d0", first)
-    assert lease is not None
-    known.supersede(second, lease)
+    known, lease, second = going_on()
+    first = lease.lease_id
     known.apply("d0", event(second, reason=PROVISIONAL), NOW)
     assert known.apply("d0", event(second, LeaseState.EXPIRED), NOW) == []
     assert names(known) == [first]
@@ -119,12 +123,8 @@ def test_a_turn_that_was_broken_off_leaves_what_it_continued() -> None:
 
 def test_a_turn_lets_go_of_the_lease_that_it_continues() -> None:
     """A conversation of any length holds one lease, not one a turn."""
-    known = directory()
-    first, second = new_turn_id(TAG), new_turn_id(TAG)
-    known.apply("d0", event(first), NOW)
-    lease = known.lease("d0", first)
-    assert lease is not None
-    known.supersede(second, lease)
+    known, lease, second = going_on()
+    first = lease.lease_id
     assert names(known) == [first]
     let = known.apply("d0", event(second), NOW)
     assert let == [Let(engine="d0", lease_id=first)]
@@ -134,12 +134,8 @@ def test_a_turn_lets_go_of_the_lease_that_it_continues() -> None:
 
 def test_a_declined_turn_leaves_the_old_lease() -> None:
     """A turn that gets no lease of its own takes none away."""
-    known = directory()
-    first, second = new_turn_id(TAG), new_turn_id(TAG)
-    known.apply("d0", event(first), NOW)
-    lease = known.lease("d0", first)
-    assert lease is not None
-    known.supersede(second, lease)
+    known, lease, second = going_on()
+    first = lease.lease_id
     assert known.apply("d0", event(second, LeaseState.DECLINED), NOW) == []
     assert names(known) == [first]
 
