@@ -125,6 +125,7 @@ def test_the_server_says_how_long_to_wait() -> None:
 def test_a_turn_waits_for_its_retry_in_trios_loop_too() -> None:
     """openai's asynchronous client runs there, and so do its retries."""
     import trio  # of the test group: a machine without it is not set up
+
     router = FakeRouter(failures=[503], headers={"retry-after-ms": "1"})
 
     async def ask() -> None:
