@@ -14,6 +14,7 @@ from kvloom.testing import canned
 from kvloom_server.bench.contenders import EnginePorts
 from kvloom_server.bench.load import (
     LoadError,
+    NotBegunError,
     Target,
     chat_body,
     closed_loop,
@@ -133,6 +134,27 @@ async def test_streams_are_held_open_and_then_left(pair) -> None:
         async with open_streams(target, body, count=20) as streams:
             assert streams.num_chunks >= 20
     assert asyncio.all_tasks() == before
+
+
+async def test_streams_that_never_all_begin_are_not_waited_for() -> None:
+    """A proxy that chokes on them ends its measurement, not the benchmark."""
+
+    async def says_nothing(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(says_nothing, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    body = chat_body(2048, stream=True)
+    async with server:
+        with (
+            contextlib.closing(Target([port])) as target,
+            pytest.raises(NotBegunError, match="3 streams had not begun"),
+        ):
+            async with open_streams(target, body, count=3, limit_s=0.01):
+                pass
 
 
 async def test_a_wrong_answer_ends_a_benchmark(pair) -> None:

@@ -281,7 +281,7 @@ class Duo:
             "model": "small",
             "messages": messages,
             "temperature": 0,
-            "max_tokens": 24,
+            "max_tokens": 12,
             "return_token_ids": True,
             "kv_transfer_params": params,
             **body,
@@ -299,9 +299,12 @@ class Duo:
         url = f"{self._slot(role).url}/v1/completions"
         self._http.post(url, json=body).raise_for_status()
 
-    def abort(self, messages: list[dict[str, Any]], **body: Any) -> str:
-        """A turn whose client leaves at the first token; its lease's name."""
-        _, handed = self.prefill(messages, **body)
+    def abort(
+        self, messages: list[dict[str, Any]], **body: Any
+    ) -> tuple[str, list[int]]:
+        """A turn whose client leaves at the first token: its lease's name, and its
+        prompt."""
+        prompt, handed = self.prefill(messages, **body)
         turn_id = uuid.uuid4().hex
         full = {
             "model": "small",
@@ -317,7 +320,7 @@ class Duo:
             next(stream.iter_lines())
         for _ in attempts("decode to drop the request"):
             if self.metric(Role.DECODE, "vllm:num_requests_running") == 0:
-                return turn_id
+                return turn_id, prompt
         raise AssertionError
 
     def oracle(self, messages: list[dict[str, Any]], **body: Any) -> list[int]:

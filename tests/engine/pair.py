@@ -82,7 +82,7 @@ class Pair:
     def _body(self, messages: Messages, body: dict[str, Any]) -> dict[str, Any]:
         extra = {"return_token_ids": True, **body.pop("extra_body", {})}
         common = {"model": self.model, "messages": messages, "temperature": 0}
-        return {**common, "max_tokens": 24, **body, "extra_body": extra}
+        return {**common, "max_tokens": 12, **body, "extra_body": extra}
 
     def oracle(self, messages: Messages, **body: Any) -> list[int]:
         """The token ids that a fresh single engine answers with."""

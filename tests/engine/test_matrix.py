@@ -23,7 +23,7 @@ from kvloom_server.cluster.engine_args import CPU_RECOMPUTE_THRESHOLD, Role
 
 Messages = list[dict[str, Any]]
 
-DESK = "You are the clerk of a small library and answer in one sentence. " * 20
+DESK = "You are the clerk of a small library and answer in one sentence. " * 10
 TOOL = {
     "type": "function",
     "function": {
@@ -183,8 +183,7 @@ class Rows:
         body = {**history.body, **history.first}
         if history.is_aborted:
             # What it would have been; decode saw its prompt and a few tokens.
-            prompt, _ = self._duo.prefill(messages, **body)
-            turn_id = self._duo.abort(messages, **body)
+            turn_id, prompt = self._duo.abort(messages, **body)
             return Begun(messages=messages, answer=_broken_off(turn_id, prompt))
         if history.has_stop:
             body["stop"] = [self._word_of(messages)]

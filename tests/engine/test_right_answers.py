@@ -9,8 +9,8 @@ from waiting import common_prefix_len
 
 from kvloom.protocol import PlanKind, Reason, decode_params, prefill_params
 
-BANK = "You are a helpful assistant for a bank called Blue. " * 30
-COOK = "You are a cooking robot that loves pasta recipe. " * 30
+BANK = "You are a helpful assistant for a bank called Blue. " * 15
+COOK = "You are a cooking robot that loves pasta recipe. " * 15
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -12,6 +12,8 @@ import msgspec
 
 from .client import Answer, Pool, post
 
+BEGIN_S: Final = 60.0
+"""What a proxy has for the first chunks of all streams that are asked for at once."""
 _EVENT_END: Final = b"\n\n"
 _WORDS: Final = "The tool says that the order was sent on Monday. "
 
@@ -195,6 +197,11 @@ async def _until(loop: asyncio.AbstractEventLoop, when: float) -> None:
         timer.cancel()
 
 
+class NotBegunError(RuntimeError):
+    """Not every stream began within the time that is given; the message says how many
+    did not."""
+
+
 class OpenStreams:
     """Streams that are under way: what has come of them so far."""
 
@@ -212,16 +219,30 @@ class OpenStreams:
         if not self._missing:
             self._all_begun.set()
 
-    async def all_begun(self) -> None:
-        """Until every stream has sent something."""
-        await self._all_begun.wait()
+    async def all_begun(self, *, limit_s: float) -> None:
+        """Until every stream has sent something.
+
+        Raises:
+            NotBegunError: some have not, after ``limit_s``.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._all_begun.wait()
+        except TimeoutError:
+            raise NotBegunError(
+                f"{self._missing} streams had not begun after {limit_s:.0f} s"
+            ) from None
 
 
 @asynccontextmanager
 async def open_streams(
-    target: Target, body: bytes, *, count: int
+    target: Target, body: bytes, *, count: int, limit_s: float = BEGIN_S
 ) -> AsyncIterator[OpenStreams]:
-    """Hold ``count`` streams open; they are left when the block ends."""
+    """Hold ``count`` streams open; they are left when the block ends.
+
+    Raises:
+        NotBegunError: some sent nothing within ``limit_s``.
+    """
     streams = OpenStreams(count)
 
     async def one() -> None:
@@ -237,7 +258,7 @@ async def open_streams(
         await target.turn(body, on_data=came)
 
     tasks = [asyncio.create_task(one()) for _ in range(count)]
-    begun = asyncio.create_task(streams.all_begun())
+    begun = asyncio.create_task(streams.all_begun(limit_s=limit_s))
     try:
         await asyncio.wait((begun, *tasks), return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:

@@ -19,7 +19,14 @@ from kvloom_server.cluster.ports import free_ports
 
 from .client import Answer
 from .contenders import NUM_PORTS, Contender, EnginePorts, contenders, engine_command
-from .load import Target, chat_body, closed_loop, open_loop, open_streams
+from .load import (
+    NotBegunError,
+    Target,
+    chat_body,
+    closed_loop,
+    open_loop,
+    open_streams,
+)
 from .meter import cores, cpu_s, on_cores, rss_bytes
 from .processes import Processes, processes
 from .results import Results, Row
@@ -165,7 +172,17 @@ def added(bench: Bench, answers: Sequence[Answer], direct_s: float) -> Row:
 
 
 async def streaming(bench: Bench, *, streams: int, seconds: float) -> Row:
-    """Streams held open; CPU a chunk from the middle of them."""
+    """Streams held open; CPU a chunk from the middle of them. A proxy that does not
+    get all of them going has a row without figures, which says so."""
+    try:
+        return await _streaming(bench, streams=streams, seconds=seconds)
+    except NotBegunError as error:
+        return bench.row(
+            "streaming", streams=streams, body_bytes=BODY_BYTES, failed=str(error)
+        )
+
+
+async def _streaming(bench: Bench, *, streams: int, seconds: float) -> Row:
     pause_s = max(0.01, streams / CHUNKS_A_SECOND)
     body = chat_body(
         BODY_BYTES, stream=True, chunks=1_000_000, pause_us=round(pause_s * 1e6)
