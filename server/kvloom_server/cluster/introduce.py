@@ -27,9 +27,9 @@ from kvloom_server.curve import secure_peer
 
 from .engine_args import EngineSlot, Role
 
-PROMPT_TOKENS = 160
-# More than any threshold below which prefill would not pull.
-ANSWER_TOKENS = 80
+# Of each of the two turns: more than any threshold below which an engine would not
+# read what the other has.
+TURN_TOKENS = 160
 RELEASE_LINGER_S = 1
 # Ids that every vocabulary has, and that are no control tokens.
 _TOKEN_IDS = range(300, 20_000)
@@ -90,41 +90,28 @@ async def _meet(
     is_returning: bool,
     cluster_key: bytes | None,
 ) -> Introduction:
+    begun = random.sample(_TOKEN_IDS, TURN_TOKENS)
+    whole = begun + random.sample(_TOKEN_IDS, TURN_TOKENS)
     body: dict[str, Any] = {
         "model": model,
-        "prompt": random.sample(_TOKEN_IDS, PROMPT_TOKENS),
+        "max_tokens": 1,
         "temperature": 0,
         "cache_salt": uuid.uuid4().hex,
     }
-    turn_id = uuid.uuid4().hex if is_returning else None
-    handed = await _ask(
-        session, prefill, body | {"max_tokens": 1}, params=prefill_params(None)
-    )
-    answer = await _ask(
-        session,
-        decode,
-        body
-        | {"max_tokens": ANSWER_TOKENS if is_returning else 1}
-        | {"ignore_eos": True, "return_token_ids": True},
-        params=decode_params(handed["kv_transfer_params"], turn_id=turn_id),
-    )
-    if turn_id is None:
-        return Introduction(prefill=prefill.name, decode=decode.name, num_returned=0)
-    body["prompt"] += answer["choices"][0]["token_ids"] + [_TOKEN_IDS.start]
-    lease = LeaseRef(lease_id=turn_id, address=decode.lease_address)
-    handed = await _ask(
-        session, prefill, body | {"max_tokens": 1}, params=prefill_params(lease)
-    )
+    lease = None
+    if is_returning:
+        # Decode has computed what prefill has not, as after a turn that it did alone.
+        turn_id = uuid.uuid4().hex
+        lease = LeaseRef(lease_id=turn_id, address=decode.lease_address)
+        first = body | {"prompt": begun}
+        await _ask(session, decode, first, params=decode_params(None, turn_id=turn_id))
+    second = body | {"prompt": whole}
+    handed = await _ask(session, prefill, second, params=prefill_params(lease))
     params = handed["kv_transfer_params"]
-    # Read by decode, so that prefill lets its blocks go.
-    await _ask(
-        session,
-        decode,
-        body | {"max_tokens": 1},
-        params=decode_params(params, turn_id=None),
-    )
-    await _release(decode.lease_address, turn_id, cluster_key)
-    outcome = outcome_of(params)
+    await _ask(session, decode, second, params=decode_params(params, turn_id=None))
+    if lease is not None:
+        await _release(decode.lease_address, lease.lease_id, cluster_key)
+    outcome = outcome_of(params) if is_returning else None
     return Introduction(
         prefill=prefill.name,
         decode=decode.name,
