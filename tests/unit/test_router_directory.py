@@ -1,5 +1,6 @@
 """Where conversations' KV is, as the engines tell it."""
 
+import gc
 import tracemalloc
 from dataclasses import replace
 
@@ -316,6 +317,20 @@ def test_a_conversation_takes_less_than_two_kilobytes(num_leases: int) -> None:
     assert used / count <= known.num_bytes / count
     assert num_leases > 4 or known.num_bytes / count <= 2048
     known.check_integrity()
+
+
+def test_a_full_map_gives_the_garbage_collector_next_to_nothing_to_look_at() -> None:
+    """Else each of its looks would stop every stream for the longer, the more
+    conversations there are."""
+    count, known = 2000, directory(size=10_000)
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(count):
+        tag = number.to_bytes(8, "little")
+        known.began(tag, prefill="p0", decode="d0", now=NOW)
+        known.apply("d0", event(new_turn_id(tag)), NOW)
+    gc.collect()
+    assert len(gc.get_objects()) - before < count / 100
 
 
 def test_the_map_is_bounded_in_bytes() -> None:

@@ -7,9 +7,10 @@ gets an error event. The last event carries the handle of the turn's lease.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from kvloom.protocol import HANDLE_HEADER, PromptRef
 

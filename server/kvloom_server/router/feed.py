@@ -12,10 +12,11 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import zmq
+from msgspec.structs import replace
 
 from kvloom.protocol import (
     PROTOCOL_VERSION,

@@ -7,7 +7,6 @@ do; ``turn.py`` does it and copes with what goes wrong.
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -31,8 +30,9 @@ class FullError(Exception):
     """All engines that could do the turn are full; one will have room."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+# What the map is made of has `gc=False`: trees that never change have no cycles, and
+# a look at a hundred thousand conversations would stop every stream.
+class Lease(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A finished turn's KV on a decode engine, as the router knows it."""
 
     lease_id: str
@@ -42,15 +42,18 @@ class Lease:
     deadline_unix: float
     is_provisional: bool = False
     """Whether its turn may have been broken off: it ends soon unless it is renewed."""
-    answer: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    answer: tuple[int, ...] | None = None
     """The generated token ids: only as it is announced, and where they were
     asked for."""
-    counts: PromptCounts | None = field(default=None, compare=False, repr=False)
+    counts: PromptCounts | None = None
     """What became of the prompt: only as it is announced, and where decode did the
     turn alone."""
 
+    def __repr__(self) -> str:
+        return f"Lease({self.lease_id} at {self.engine}, {self.num_tokens} tokens)"
 
-class Warm(msgspec.Struct, frozen=True, kw_only=True):
+
+class Warm(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A turn whose history prefill has read while the tool ran."""
 
     lease_id: str
@@ -60,7 +63,7 @@ class Warm(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+class Conversation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the router remembers of one conversation."""
 
     tag: bytes
