@@ -1,5 +1,6 @@
 """What the router remembers of a conversation: its pauses, and what is new."""
 
+import gc
 import json
 from typing import Any
 
@@ -207,3 +208,22 @@ def test_the_next_turn_is_expected_to_bring_as_much_as_the_last() -> None:
     assert paces.expected_new(b"a") == paces.expected_new(b"b") == 90
     paces.grew(b"b", {"turn 1": 400})
     assert paces.expected_new(b"a") == 90
+
+
+def test_many_conversations_give_the_garbage_collector_next_to_nothing_to_look_at() -> (
+    None
+):
+    """Else each of its looks would stop every stream for the longer, the more
+    conversations there are."""
+    count, known = 2000, Paces(max_conversations=10_000)
+    told = mark(story(SYSTEM, QUESTION))
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(count):
+        tag = number.to_bytes(8, "little")
+        known.ended(tag, turn_id=f"{number}-1", mark=told, now=1.0)
+        known.began(tag, 2.0)
+        known.ended(tag, turn_id=f"{number}-2", mark=told, now=3.0)
+    for _ in range(2):  # each look lets go of one more level of tuples
+        gc.collect()
+    assert len(gc.get_objects()) - before < count / 100

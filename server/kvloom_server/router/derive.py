@@ -24,7 +24,7 @@ _PREFIX: Final = "\0derived:"
 """No header and no JSON text of a client begins like this by chance."""
 
 
-class Derived(msgspec.Struct, frozen=True, kw_only=True):
+class Derived(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A conversation without a name of the client's."""
 
     conversation: str
@@ -32,7 +32,7 @@ class Derived(msgspec.Struct, frozen=True, kw_only=True):
     """The conversation that it branched off from."""
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _Place(msgspec.Struct, frozen=True, gc=False):
     """A place in a history that a request ended at, or nearly."""
 
     derived: Derived

@@ -29,7 +29,7 @@ SMOOTHING: Final = 0.3
 MAX_GAP_S: Final = 86_400.0
 
 
-class Gaps(msgspec.Struct, frozen=True, kw_only=True):
+class Gaps(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Pauses between turns, smoothed. Seconds."""
 
     mean_s: float
@@ -51,7 +51,7 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class Pace(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One conversation."""
 
     ended: float | None = None

@@ -30,7 +30,7 @@ _WHITE_SPACE: Final = b" \t\r\n"
 _NONE: Final = msgspec.Raw(b"")
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class Mark(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How far a story went at the end of one request."""
 
     num_bytes: int
