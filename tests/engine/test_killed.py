@@ -100,7 +100,7 @@ class Router:
 
 def _body(messages: Messages, **more: Any) -> dict[str, Any]:
     common = {"model": "small", "messages": messages, "temperature": 0}
-    return {**common, "max_tokens": 24, "return_token_ids": True, **more}
+    return {**common, "max_tokens": 12, "return_token_ids": True, **more}
 
 
 @pytest.fixture(scope="module")
