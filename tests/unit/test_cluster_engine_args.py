@@ -20,9 +20,9 @@ from kvloom_server.cluster.engine_args import (
     Role,
     engine_command,
     engine_environment,
-    gpus_each,
     share_cores,
 )
+from kvloom_server.cluster.flags import gpus_each
 from kvloom_server.cluster.launch import ClusterError, plan_slots
 from kvloom_server.cluster.ports import free_ports
 
@@ -149,6 +149,29 @@ def test_each_engine_has_an_environment_of_its_own():
     assert "VLLM_SERVER_DEV_MODE" not in first
     assert second["VLLM_SERVER_DEV_MODE"] == "1"
     assert all(isinstance(value, str) for value in (first | second).values())
+
+
+def test_a_user_decides_how_much_memory_the_kv_gets():
+    """By vLLM's variable or by its flags, for all engines or for one; else it is
+    1 GiB, so that a small machine holds both. vLLM lets the variable win over the
+    flags: ours must not be there then."""
+    space = "VLLM_CPU_KVCACHE_SPACE"
+    assert engine_environment(DECODE, recipe())[space] == "1"
+    for variables in ({space: "4"}, {space: "1", "PATH": "/bin"}):
+        own = engine_environment(DECODE, recipe(), inherited=variables)
+        assert space not in own
+    # Empty it is none to vLLM either.
+    assert engine_environment(DECODE, recipe(), inherited={space: ""})[space] == "1"
+    for flags in (
+        ("--kv-cache-memory-bytes=4g",),
+        ("--kv_cache_memory_bytes", "4g"),
+        ("--gpu-memory-utilization=0.3",),
+    ):
+        both = recipe(engine_args=flags)
+        assert space not in engine_environment(PREFILL, both)
+        one = recipe(decode_args=flags)
+        assert space not in engine_environment(DECODE, one)
+        assert engine_environment(PREFILL, one)[space] == "1"
 
 
 @given(

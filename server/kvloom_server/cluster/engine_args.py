@@ -5,12 +5,14 @@ stands last and so overrides ours.
 """
 
 import json
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Final
+
+from .flags import sizes_memory
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -98,6 +100,11 @@ class Recipe:
     python: str = sys.executable
     """The interpreter that has vLLM."""
 
+    def args_of(self, role: Role) -> tuple[str, ...]:
+        """What the user passes through to an engine of this role."""
+        own = self.prefill_args if role is Role.PREFILL else self.decode_args
+        return (*self.engine_args, *own)
+
 
 # On loopback a token's KV moves in microseconds and is computed in a
 # millisecond: anything but the smallest return pays.
@@ -131,8 +138,7 @@ def engine_command(slot: EngineSlot, recipe: Recipe) -> list[str]:
         command += _CPU_ARGS
         if len(slot.cores) == 1:
             command += _ONE_CORE_ARGS
-    own = recipe.prefill_args if slot.role is Role.PREFILL else recipe.decode_args
-    return [*command, *recipe.engine_args, *own]
+    return [*command, *recipe.args_of(slot.role)]
 
 
 _BUNDLED_MODEL_ARGS = [
@@ -179,8 +185,20 @@ def _transfer_config(slot: EngineSlot, recipe: Recipe) -> dict[str, Any]:
     return config
 
 
-def engine_environment(slot: EngineSlot, recipe: Recipe) -> dict[str, str]:
-    """What to add to the environment of this engine."""
+_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+_KV_SPACE: Final = "VLLM_CPU_KVCACHE_SPACE"
+
+
+def engine_environment(
+    slot: EngineSlot, recipe: Recipe, *, inherited: Mapping[str, str] = _NOTHING
+) -> dict[str, str]:
+    """What to add to the environment of this engine.
+
+    Args:
+        slot: where it runs.
+        recipe: what it has in common with the others.
+        inherited: the environment that this is added to.
+    """
     env = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": slot.side_host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(slot.side_port),
@@ -190,33 +208,16 @@ def engine_environment(slot: EngineSlot, recipe: Recipe) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if recipe.has_dev_endpoints:
         env["VLLM_SERVER_DEV_MODE"] = "1"
-    if recipe.device is Device.CPU:
-        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    # vLLM lets the variable win over its flags, so it is only a default here.
+    is_sized = inherited.get(_KV_SPACE) or sizes_memory(recipe.args_of(slot.role))
+    if recipe.device is Device.CPU and not is_sized:
+        env[_KV_SPACE] = "1"
     if recipe.device is Device.CPU and slot.cores:
         env["OMP_NUM_THREADS"] = str(len(slot.cores))
         env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, slot.cores))
     if slot.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
     return env
-
-
-def gpus_each(engine_args: Sequence[str]) -> int:
-    """How many GPUs an engine with these vLLM flags takes."""
-    sizes = {
-        name: int(value)
-        for arg in engine_args
-        for name, _, value in [arg.partition("=")]
-        if name in _PARALLEL_FLAGS and value.isdigit()
-    }
-    return math.prod(sizes.values())
-
-
-_PARALLEL_FLAGS = {
-    "--tensor-parallel-size",
-    "-tp",
-    "--pipeline-parallel-size",
-    "-pp",
-}
 
 
 def share_cores(cores: list[int], num_engines: int) -> list[tuple[int, ...]]:

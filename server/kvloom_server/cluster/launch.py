@@ -153,7 +153,7 @@ class Cluster:
                 await EngineProcess.start(
                     slot.name,
                     engine_command(slot, self._recipe),
-                    engine_environment(slot, self._recipe) | own,
+                    engine_environment(slot, self._recipe, inherited=os.environ) | own,
                     self._log_dir / f"{slot.name}.log",
                 )
             )

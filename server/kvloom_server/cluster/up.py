@@ -27,8 +27,8 @@ from .engine_args import (
     ModelChoice,
     Recipe,
     Role,
-    gpus_each,
 )
+from .flags import gpus_each
 from .introduce import IntroductionError, introduce
 from .launch import Cluster, detect_device, plan_slots, served_model
 from .ports import check_free
