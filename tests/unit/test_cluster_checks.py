@@ -5,12 +5,13 @@ import json
 import pytest
 
 from kvloom.protocol import ClusterKeyError
+from kvloom_server.cluster.asked import UpSettings
 from kvloom_server.cluster.checks import check_model, read_cluster_key
 from kvloom_server.cluster.engine_args import Connector, Device
+from kvloom_server.cluster.front import router_settings
 from kvloom_server.cluster.launch import plan_slots
 from kvloom_server.cluster.model import ModelUnavailableError
 from kvloom_server.cluster.ready import ReadyFile, ReadyFileError
-from kvloom_server.cluster.up import UpSettings, router_settings
 
 
 @pytest.mark.parametrize("model", ["/no/such", "./no-such", "../no-such", "~/no-such"])

@@ -22,7 +22,6 @@ from kvloom_server.cluster.engine_args import (
     engine_environment,
     share_cores,
 )
-from kvloom_server.cluster.flags import gpus_each
 from kvloom_server.cluster.launch import ClusterError, plan_slots
 from kvloom_server.cluster.ports import free_ports
 
@@ -214,13 +213,31 @@ def test_slots_never_share_a_port(num_prefill, num_decode, device):
 
 
 def test_a_large_engine_gets_as_many_gpus_as_its_flags_ask_for(monkeypatch):
-    """Tensor parallelism takes several GPUs, out of those that are allowed."""
+    """Tensor parallelism takes several GPUs, out of those that are allowed; each
+    role by its own flags, however they are written."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    each = gpus_each(["--tensor-parallel-size=2", "--max-model-len=4096"])
-    slots = plan_slots(num_prefill=1, num_decode=1, device=Device.CUDA, gpus_each=each)
+    large = recipe(engine_args=("--tensor-parallel-size", "2"))
+    options = {"num_decode": 1, "device": Device.CUDA}
+    slots = plan_slots(num_prefill=1, **options, args_of=large.args_of)
     assert [slot.gpus for slot in slots] == [("4", "5"), ("6", "7")]
     with pytest.raises(ClusterError, match=r"need 6 GPUs .* allows 4"):
-        plan_slots(num_prefill=2, num_decode=1, device=Device.CUDA, gpus_each=each)
+        plan_slots(num_prefill=2, **options, args_of=large.args_of)
+    uneven = recipe(
+        engine_args=("-tp=4",),
+        prefill_args=("--tensor_parallel_size=1",),
+        decode_args=("-tp", "3"),
+    )
+    slots = plan_slots(num_prefill=1, **options, args_of=uneven.args_of)
+    assert [slot.gpus for slot in slots] == [("4",), ("5", "6", "7")]
+
+
+def test_cpu_engines_ask_for_no_gpu(monkeypatch):
+    """`CUDA_VISIBLE_DEVICES=-1` hides GPUs that nobody wants here."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    slots = plan_slots(num_prefill=1, num_decode=1, device=Device.CPU)
+    assert [slot.gpus for slot in slots] == [(), ()]
+    with pytest.raises(ClusterError, match=r"need 2 GPUs .* allows 0"):
+        plan_slots(num_prefill=1, num_decode=1, device=Device.CUDA)
 
 
 def test_an_engine_on_one_core_runs_its_model_itself():

@@ -82,7 +82,22 @@ class EngineSlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class PassedThrough:
+    """vLLM flags that a user passes through, as they are."""
+
+    engine_args: tuple[str, ...] = ()
+    """For every engine."""
+    prefill_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
+
+    def args_of(self, role: Role) -> tuple[str, ...]:
+        """Those of one engine: its role's own stand last, and so win."""
+        own = self.prefill_args if role is Role.PREFILL else self.decode_args
+        return (*self.engine_args, *own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe(PassedThrough):
     """What all engines of a cluster have in common."""
 
     model: ModelChoice
@@ -91,19 +106,10 @@ class Recipe:
     is_returning: bool = True
     has_dev_endpoints: bool = False
     """vLLM's own: among them the one that resets the prefix cache."""
-    engine_args: tuple[str, ...] = ()
-    """vLLM flags for every engine, as they are."""
-    prefill_args: tuple[str, ...] = ()
-    decode_args: tuple[str, ...] = ()
     extra_config: dict[str, Any] = field(default_factory=dict)
     """For ``kv_connector_extra_config``, over ours."""
     python: str = sys.executable
     """The interpreter that has vLLM."""
-
-    def args_of(self, role: Role) -> tuple[str, ...]:
-        """What the user passes through to an engine of this role."""
-        own = self.prefill_args if role is Role.PREFILL else self.decode_args
-        return (*self.engine_args, *own)
 
 
 # On loopback a token's KV moves in microseconds and is computed in a

@@ -1,13 +1,15 @@
-"""Has every prefill engine meet every decode engine before a user's turn does.
+"""The first requests to engines: what they serve, and that they can exchange KV.
 
-The first read between two engines sets up NIXL's connection, which takes a
-second or more. Here that read is one of ours: a two-turn conversation of
-random tokens, both ways. It also shows that the cluster returns at all.
+Every prefill engine meets every decode engine before a user's turn does: the first
+read between two engines sets up NIXL's connection, which takes a second or more. Here
+that read is one of ours: a two-turn conversation of random tokens, both ways. It also
+shows that the cluster returns at all.
 """
 
 import random
 import uuid
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -26,6 +28,8 @@ from kvloom.protocol import (
 from kvloom_server.curve import secure_peer
 
 from .engine_args import EngineSlot, Role
+from .launch import ClusterError
+from .probe import bearer, model_at
 
 # Of each of the two turns: more than any threshold below which an engine would not
 # read what the other has.
@@ -49,24 +53,55 @@ class Introduction:
     """Tokens that went back from decode to prefill."""
 
 
+async def served_model(slot: EngineSlot, *, api_key: str | None = None) -> str:
+    """The name under which an engine serves its model.
+
+    Raises:
+        ClusterError: it does not say.
+    """
+    async with aiohttp.ClientSession(headers=bearer(api_key)) as session:
+        model = await model_at(session, slot.url)
+    if isinstance(model, str):
+        return model
+    if model.status == HTTPStatus.UNAUTHORIZED:
+        raise _locked(slot)
+    raise ClusterError(
+        f"engine {slot.name} does not say which model it serves ({model.reason}): its "
+        "log may tell why"
+    )
+
+
+def _locked(slot: EngineSlot) -> ClusterError:
+    return ClusterError(
+        f"engine {slot.name} asks for an API key that is not known here: set "
+        "KVLOOM_UPSTREAM_API_KEY to it, or give it as --engine-arg=--api-key=…"
+    )
+
+
 async def introduce(
     slots: list[EngineSlot],
     *,
     model: str,
     is_returning: bool,
+    api_key: str | None = None,
     cluster_key: bytes | None = None,
 ) -> list[Introduction]:
     """One conversation for each pair of engines.
 
     Args:
+        slots: where the engines are.
+        model: the name to ask for.
+        is_returning: whether KV is to go back to prefill.
+        api_key: what the engines' API asks for.
         cluster_key: what the engines' lease services ask for.
 
     Raises:
+        ClusterError: an engine asks for another API key.
         IntroductionError: an engine refused its part.
     """
     prefill = [slot for slot in slots if slot.role is Role.PREFILL]
     decode = [slot for slot in slots if slot.role is Role.DECODE]
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=bearer(api_key)) as session:
         return [
             await _meet(
                 session,
@@ -141,7 +176,9 @@ async def _ask(
     async with session.post(
         f"{slot.url}/v1/completions", json=body | {"kv_transfer_params": params}
     ) as response:
-        if response.status != 200:
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            raise _locked(slot)
+        if response.status != HTTPStatus.OK:
             text = (await response.text())[:500]
             raise IntroductionError(
                 f"engine {slot.name} answered {response.status} to a first request, "
