@@ -12,7 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
-from .flags import sizes_memory
+from .flags import Ranks, sizes_memory
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -71,14 +71,23 @@ class EngineSlot:
     """Where NIXL's side channel listens, and other engines reach it."""
     lease_host: str = LOOPBACK
     """Where its lease service listens."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Each has its own side channel and lease service, on the ports that follow."""
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"http://{LOOPBACK}:{self.http_port}"
 
     @property
     def lease_address(self) -> str:
-        return f"tcp://127.0.0.1:{self.lease_port}"
+        """Its first rank's."""
+        return self.lease_addresses[0]
+
+    @property
+    def lease_addresses(self) -> list[str]:
+        """One a rank."""
+        first = self.lease_port + self.ranks.first
+        return [f"tcp://{LOOPBACK}:{first + n}" for n in range(self.ranks.count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,8 +50,11 @@ class Ranks:
     first: int = 0
     """Its first rank's number among all servers': ports count from it."""
     count: int = 1
-    is_balancing: bool = False
-    """Whether the server chooses a rank where a request names none."""
+
+    @property
+    def numbers(self) -> list[int | None]:
+        """By which requests choose a rank of the server; ``None`` where it has one."""
+        return [None] if self.count == 1 else list(range(self.count))
 
 
 def ranks_of(args: Sequence[str]) -> Ranks:
@@ -62,7 +65,7 @@ def ranks_of(args: Sequence[str]) -> Ranks:
     size = _number(args, "--data-parallel-size", "-dp")
     count = _number(args, "--data-parallel-size-local", "-dpl", default=size)
     first = _number(args, "--data-parallel-start-rank", "-dpr", default=0)
-    return Ranks(first=first, count=count, is_balancing=count > 1)
+    return Ranks(first=first, count=count)
 
 
 def gpus_each(args: Sequence[str]) -> int:

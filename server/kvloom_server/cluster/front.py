@@ -86,12 +86,10 @@ def _specs(
 ) -> tuple[EngineSpec, ...]:
     has_leases = settings.connector is Connector.KVLOOM
     return tuple(
-        EngineSpec(
-            url=slot.url,
-            lease_address=slot.lease_address if has_leases else None,
-        )
+        EngineSpec(url=slot.url, lease_address=lease if has_leases else None, rank=rank)
         for slot in slots
         if slot.role is role
+        for rank, lease in zip(slot.ranks.numbers, slot.lease_addresses, strict=True)
     )
 
 

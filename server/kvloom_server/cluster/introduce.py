@@ -26,6 +26,7 @@ from kvloom.protocol import (
     prefill_params,
 )
 from kvloom_server.curve import secure_peer
+from kvloom_server.router.engine import RANK_HEADER
 
 from .engine_args import EngineSlot, Role
 from .launch import ClusterError
@@ -99,8 +100,7 @@ async def introduce(
         ClusterError: an engine asks for another API key.
         IntroductionError: an engine refused its part.
     """
-    prefill = [slot for slot in slots if slot.role is Role.PREFILL]
-    decode = [slot for slot in slots if slot.role is Role.DECODE]
+    prefill, decode = _peers(slots, Role.PREFILL), _peers(slots, Role.DECODE)
     async with aiohttp.ClientSession(headers=bearer(api_key)) as session:
         return [
             await _meet(
@@ -116,10 +116,36 @@ async def introduce(
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peer:
+    """One engine: a server, or one rank of it."""
+
+    slot: EngineSlot
+    rank: int | None
+    lease_address: str
+
+    @property
+    def name(self) -> str:
+        return self.slot.name if self.rank is None else f"{self.slot.name}#{self.rank}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.rank is None else {RANK_HEADER: str(self.rank)}
+
+
+def _peers(slots: list[EngineSlot], role: Role) -> list[_Peer]:
+    return [
+        _Peer(slot=slot, rank=rank, lease_address=lease)
+        for slot in slots
+        if slot.role is role
+        for rank, lease in zip(slot.ranks.numbers, slot.lease_addresses, strict=True)
+    ]
+
+
 async def _meet(
     session: aiohttp.ClientSession,
-    prefill: EngineSlot,
-    decode: EngineSlot,
+    prefill: _Peer,
+    decode: _Peer,
     *,
     model: str,
     is_returning: bool,
@@ -168,20 +194,22 @@ async def _release(address: str, lease_id: str, cluster_key: bytes | None) -> No
 
 async def _ask(
     session: aiohttp.ClientSession,
-    slot: EngineSlot,
+    peer: _Peer,
     body: dict[str, Any],
     *,
     params: dict[str, Any] | None,
 ) -> dict[str, Any]:
     async with session.post(
-        f"{slot.url}/v1/completions", json=body | {"kv_transfer_params": params}
+        f"{peer.slot.url}/v1/completions",
+        json=body | {"kv_transfer_params": params},
+        headers=peer.headers,
     ) as response:
         if response.status == HTTPStatus.UNAUTHORIZED:
-            raise _locked(slot)
+            raise _locked(peer.slot)
         if response.status != HTTPStatus.OK:
             text = (await response.text())[:500]
             raise IntroductionError(
-                f"engine {slot.name} answered {response.status} to a first request, "
+                f"engine {peer.name} answered {response.status} to a first request, "
                 f"so the cluster would not serve: {text}"
             )
         answer: dict[str, Any] = await response.json()

@@ -20,8 +20,8 @@ from .engine_args import (
     engine_environment,
     share_cores,
 )
-from .flags import gpus_each
-from .ports import free_ports
+from .flags import gpus_each, ranks_of
+from .ports import free_runs
 from .processes import EngineProcess
 from .scratch import Scratch, remove_abandoned
 
@@ -75,7 +75,10 @@ def plan_slots(
         ClusterError: there are not so many GPUs.
     """
     roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
-    ports = free_ports(3 * len(roles))
+    ranks = [ranks_of(args_of(role)) for role in roles]
+    # A rank's side channel and lease service are as many ports above as its number.
+    runs = [length for r in ranks for length in (1, *[r.first + r.count] * 2)]
+    ports = iter(free_runs(runs))
     cores = share_cores(sorted(os.sched_getaffinity(0)), len(roles))
     num_gpus = [gpus_each(args_of(role)) for role in roles]
     gpus: Iterator[str] = iter(())
@@ -84,16 +87,16 @@ def plan_slots(
     slots = []
     for index, role in enumerate(roles):
         number = index if role is Role.PREFILL else index - num_prefill
-        http_port, side_port, lease_port = ports[3 * index : 3 * index + 3]
         slots.append(
             EngineSlot(
                 name=f"{role[0]}{number}",
                 role=role,
-                http_port=http_port,
-                side_port=side_port,
-                lease_port=lease_port,
+                http_port=next(ports),
+                side_port=next(ports),
+                lease_port=next(ports),
                 cores=cores[index] if device is Device.CPU else (),
                 gpus=tuple(islice(gpus, num_gpus[index])),
+                ranks=ranks[index],
             )
         )
     return slots

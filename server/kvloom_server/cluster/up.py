@@ -56,7 +56,8 @@ class RunningCluster:
         """Where the engines' lease services listen; none without our connector."""
         if not self.has_leases:
             return []
-        return [slot.lease_address for slot in self.slots if slot.role is role]
+        own = (slot for slot in self.slots if slot.role is role)
+        return [address for slot in own for address in slot.lease_addresses]
 
     def as_json(self) -> dict[str, Any]:
         """What ``--ready-file`` gets."""
