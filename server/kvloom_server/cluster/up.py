@@ -26,7 +26,8 @@ from .console import StartDisplay, still
 from .engine_args import Connector, Device, EngineSlot, ModelChoice, Recipe, Role
 from .front import key_file, router_of
 from .introduce import Introduction, IntroductionError, introduce, served_model
-from .launch import Cluster, detect_device, plan_slots
+from .launch import Cluster, plan_slots
+from .machine import detect_device
 from .ports import check_free
 
 DEFAULT_MODEL = "smollm2"
