@@ -28,6 +28,19 @@ def test_ctrl_c_stops_a_cluster_that_is_well(up):
             os.kill(pid, 0)
 
 
+def test_a_terminal_that_is_gone_stops_the_cluster(up, tmp_path):
+    """A dropped connection leaves no ready file, no folder and no engine."""
+    with up() as cluster:
+        cluster.until("Ctrl-C stops")
+        pids = cluster.told()["pids"]
+        cluster.end(signal.SIGHUP)
+    assert not cluster.ready.exists()
+    assert list((tmp_path / "scratch").glob("kvloom-run-*")) == []
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
 @pytest.mark.parametrize(
     ("victim", "name", "left"),
     [
