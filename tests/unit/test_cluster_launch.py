@@ -6,12 +6,16 @@ The stand-ins run under the very command line that starts vLLM: a package named
 
 import asyncio
 import http.server
+import tempfile
 import threading
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from kvloom_server.cluster import up
+from kvloom_server.cluster.asked import UpSettings
 from kvloom_server.cluster.engine_args import Device, ModelChoice, Recipe, Role
 from kvloom_server.cluster.launch import (
     Cluster,
@@ -146,6 +150,41 @@ def test_an_interrupted_start_leaves_nothing(logs):
             await starting
         assert all_ended(cluster)
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_start_that_is_interrupted_at_its_very_end_leaves_nothing(
+    tmp_path, logs, monkeypatch
+):
+    """Ctrl-C after the last engine serves, and before anybody uses it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def main():
+        all_serve = asyncio.Event()
+
+        @asynccontextmanager
+        async def lingering(_console, _what):
+            yield
+            all_serve.set()
+            await asyncio.Event().wait()
+
+        async def use():
+            settings = UpSettings(port=0, model="m", log_dir=logs)
+            async with up.local_cluster(settings, console=Console(quiet=True)):
+                raise AssertionError("it was never up")
+
+        monkeypatch.setattr(up, "still", lingering)
+        starting = asyncio.create_task(use())
+        await all_serve.wait()
+        ports = [int((logs / f"{n}.log").read_text().split()[1]) for n in ("p0", "d0")]
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        for port in ports:
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+        assert list(tmp_path.glob("kvloom-run-*")) == []
 
     asyncio.run(main())
 
