@@ -1,4 +1,5 @@
-"""Writes docs/settings.md's tables, from the settings' own classes and their words."""
+"""Writes docs/settings.md's tables, from the settings' own classes and their words,
+and `kvloom up`'s from its options."""
 
 import ast
 import dataclasses
@@ -15,7 +16,7 @@ from kvloom_server.cli import app
 from kvloom_server.settings import RouterSettings
 
 SETTINGS = Path(__file__).parent / "settings.md"
-TABLES = ("router", "connector")
+TABLES = ("router", "up", "connector")
 _SIGNS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
@@ -32,6 +33,15 @@ def router() -> str:
         bounds = ", ".join(_bounds(field.metadata))
         what = words[name] + (f" *({bounds})*" if bounds else "")
         rows.append(f"| {variable} | {flag} | {_shown(field.default)} | {what} |")
+    return "\n".join(rows)
+
+
+def up() -> str:
+    """Options of `kvloom up`: flag, default, meaning."""
+    rows = ["| flag | default | what |", "|---|---|---|"]
+    for option in _options("up"):
+        what = option.help + (" Any number of them." if option.multiple else "")
+        rows.append(f"| {_named(option)} | {_shown(option.default)} | {what} |")
     return "\n".join(rows)
 
 
@@ -69,9 +79,16 @@ def _said(node: ast.stmt) -> str:
 
 def _flags(command: str) -> dict[str, str]:
     """Options of a command, by their parameter's name."""
+    return {option.name: _named(option) for option in _options(command)}
+
+
+def _options(command: str) -> list[Any]:
     group: Any = typer.main.get_command(app)
-    options = group.commands[command].params
-    return {o.name: " ".join(f"`{name}`" for name in o.opts) for o in options}
+    return list(group.commands[command].params)
+
+
+def _named(option: Any) -> str:
+    return " ".join(f"`{name}`" for name in option.opts)
 
 
 def _bounds(metadata: list[Any]) -> Iterator[str]:

@@ -17,7 +17,15 @@ MODULES = (
     "kvloom.httpx2",
     "kvloom.telemetry",
     "kvloom.otel",
+    "kvloom.testing",
 )
+
+_ALIASES = {
+    "Event": "What a listener may be told.",
+    "Responder": "The fake model's mind: a function of a `Context` that gives an "
+    "`Answer`; replace it to script an agent's turns.",
+}
+"""Of other types, which have no words of their own."""
 
 
 def render() -> str:
@@ -33,13 +41,14 @@ def render() -> str:
 
 def _about(module: object, name: str) -> str:
     value = getattr(module, name)
+    if name in _ALIASES:
+        return _ALIASES[name]
     if getattr(value, "__module__", "").startswith("openai"):
         return "openai's own"
     if getattr(value, "__name__", name) != name:
         return f"the same as `{value.__name__}`"
-    doc = inspect.getdoc(value) if callable(value) else None
-    first = " ".join((doc or "What a listener may be told.").split("\n\n")[0].split())
-    return _plain(first)
+    doc = inspect.getdoc(value) or ""
+    return _plain(" ".join(doc.split("\n\n")[0].split()))
 
 
 def _plain(text: str) -> str:

@@ -1,6 +1,7 @@
 """A deep agent: it and its sub-agents are lanes of one thread.
 
-pip install deepagents
+In an environment of its own: pip install 'kvloom[langgraph]' deepagents
+
 kvloom up                         # in one terminal
 python examples/deep_agent.py     # in another
 """

@@ -1,6 +1,6 @@
 """OpenAI's Agents SDK on the drop-in client.
 
-pip install openai-agents
+In an environment of its own: pip install kvloom openai-agents
 kvloom up                            # in one terminal
 python examples/openai_agents.py     # in another
 """

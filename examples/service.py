@@ -1,5 +1,6 @@
 """A web service with many users: each user's thread is a conversation of its own.
 
+pip install fastapi uvicorn
 kvloom up                      # in one terminal
 python examples/service.py     # in another
 curl -X POST 'http://127.0.0.1:8080/users/ann/ask?text=When+do+you+open'

@@ -1,5 +1,6 @@
 """A supervisor and two agents in one thread: three lanes, each with its own cache.
 
+    pip install langgraph-supervisor
     kvloom up                         # in one terminal
     python examples/supervisor.py     # in another
 

@@ -1,7 +1,9 @@
 """A LangGraph agent whose turns start from the last turn's KV cache, and proof.
 
-    kvloom up                        # in one terminal
-    python examples/tool_loop.py     # in another
+    KVLOOM_DIRECT_TOKENS=0 kvloom up    # in one terminal
+    python examples/tool_loop.py        # in another
+
+With direct turns decode may do all of them alone: then nothing is returned.
 
 The agent is twenty lines (``travel_agent``). The rest plays the same
 conversation with returns off and on, and compares what came out and how long

@@ -14,6 +14,11 @@ MAX_PEERS = 64
 """Engines that are kept connected; the longest unused one goes first."""
 
 
+def tcp_address(host: str, port: int) -> str:
+    """Where ZeroMQ finds a host: a name, or an address of either family."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 class PeerError(Exception):
     """A message could not be sent: nobody to queue for, or no such address."""
 
@@ -67,6 +72,7 @@ class Peers:
         dealer.setsockopt(zmq.SNDHWM, 1000)
         secure_peer(dealer, self._cluster_key)
         try:
+            dealer.ipv6 = "[" in address
             dealer.connect(address)
         except (zmq.ZMQError, UnicodeError):
             dealer.close()

@@ -25,6 +25,7 @@ from .digest import ladder
 from .handovers import Handovers
 from .leasing import LeaseDesk, open_service
 from .mail import PeerMail
+from .peers import tcp_address
 from .proofs import ReadProof
 from .reading import proof_of, read_params
 from .returns import Prompt, Pull, ReturnDesk, StillAskingError
@@ -365,7 +366,7 @@ class LeasingScheduler(NixlPullConnectorScheduler):
     @property
     def _confirm_at(self) -> str:
         port = service_port(self._settings, self.side_channel_port)
-        return f"tcp://{self.side_channel_host}:{port}"
+        return tcp_address(self.side_channel_host, port)
 
     # ── each step ────────────────────────────────────────────────────────────
 

@@ -45,6 +45,7 @@ from .curve import secure_service
 from .digest import common_rungs
 from .handovers import Handovers
 from .lease import Lease
+from .peers import tcp_address
 from .settings import MAX_CLAIM_LIFETIME_S, MAX_LEASE_TTL_S
 from .wake import WakePipe
 from .wire import decode, encode
@@ -164,7 +165,8 @@ class LeaseService:
         # A subscriber that does not read loses events and resynchronises.
         router.setsockopt(zmq.SNDHWM, 10_000)
         try:
-            router.bind(f"tcp://{host}:{port}")
+            router.ipv6 = ":" in host
+            router.bind(tcp_address(host, port))
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise

@@ -47,13 +47,13 @@ class ConnectorSettings:
     """Decode computes fewer tokens than this, and does not pull them from
     prefill; 0 pulls any."""
     lease_host: str = "127.0.0.1"
-    """Where decode's lease service listens."""
+    """Where the engine's lease service listens (prefill's, too)."""
     lease_port: int = 0
     """0: the side channel's port + 1000. Of a data-parallel server the first rank's;
     each next rank listens one port above."""
     cluster_key_file: str = ""
-    """File with the key that prefill, decode and router share; decode's lease
-    service then speaks CURVE and lets in nobody else. Empty: no key."""
+    """File with the key that prefill, decode and router share; the lease services
+    then speak CURVE and let in nobody else. Empty: no key."""
     claim_timeout_s: float = 0.25
     """How long prefill waits for an answer before it computes locally."""
     claim_lifetime_s: float = 10.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._extras import needing
 from ._interrupted import interruptions_as_told
 
-with needing("langgraph"):
+with needing("kvloom[langgraph]"):
     from langchain_core.callbacks import (
         AsyncCallbackManagerForLLMRun,
         CallbackManagerForLLMRun,

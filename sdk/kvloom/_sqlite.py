@@ -8,12 +8,15 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Final
 
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random
+
+from ._forks import close_across_forks
 from ._history import History, Mark
 from ._store import HANDLE_TTL_S, HandleStoreError, StoredHandle, StoreKey, best_of
 
@@ -84,6 +87,7 @@ class SQLiteStore:
         self._parents: list[_Link] = []
         with _as_store_error(self._path):
             self._link = _Link(self._path, self._timeout_s)
+        close_across_forks(self)
 
     def __repr__(self) -> str:
         return f"SQLiteStore({self._path.name!r})"
@@ -136,6 +140,15 @@ class SQLiteStore:
         if self._link.pid == os.getpid():  # else it is our parent's to close
             self._link.close()
 
+    def before_fork(self) -> None:
+        """Closes the file: SQLite would take its locks for the child's own, which they
+        are not, and go on with a log that others remove once the parent is gone."""
+        self._link.rest()
+
+    def after_fork(self) -> None:
+        """The file may be opened again."""
+        self._link.go_on()
+
     def check_integrity(self) -> None:
         """Asserts what holds between any two calls."""
         with self._transaction() as db:
@@ -178,6 +191,8 @@ class _Link:
         self._path = path
         self._timeout_s = timeout_s
         self._lock = Lock()
+        self._resting_for: int | None = None
+        """The thread that has it closed while it forks."""
         self._waits_from = 0.0
         self._db: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None
@@ -197,6 +212,19 @@ class _Link:
     def close(self) -> None:
         with self._lock:
             self._close()
+
+    def rest(self) -> None:
+        """Close, and let nobody open it until :meth:`go_on`."""
+        # A thread that is at work for longer keeps it; the fork is not held up.
+        if self._lock.acquire(timeout=self._timeout_s):
+            self._resting_for = get_ident()
+            self._close()
+
+    def go_on(self) -> None:
+        """After :meth:`rest`, by the same thread."""
+        if self._resting_for == get_ident():
+            self._resting_for = None
+            self._lock.release()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -250,28 +278,53 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _opened(path: Path, timeout_s: float) -> sqlite3.Connection:
     # Made here, so that nobody else may read it; SQLite's other files follow it.
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    # Never one that is there: closing it would end the locks that this process's other
+    # stores have on it (POSIX), and others would remove the log that these write to.
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     db = sqlite3.connect(
         path, timeout=timeout_s, isolation_level=None, check_same_thread=False
     )
     try:
-        _prepare(db, path)
+        _prepare(db, path, timeout_s)
     except BaseException:
         db.close()
         raise
     return db
 
 
-def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    (application_id,) = db.execute("pragma application_id").fetchone()
-    if application_id != _APPLICATION_ID:
+def _while_others_open_it(timeout_s: float) -> Retrying:
+    """SQLite does not wait itself where two would change to the same journal."""
+    return Retrying(
+        retry=retry_if_exception_type(sqlite3.OperationalError),
+        stop=stop_after_delay(timeout_s),
+        wait=wait_random(0.001, 0.01),
+        reraise=True,
+    )
+
+
+def _is_foreign(db: sqlite3.Connection) -> bool:
+    """Whether the file is somebody else's; not while another process is making it."""
+    # In one transaction, so that both are of the same moment.
+    db.execute("begin")
+    try:
         (num_tables,) = db.execute("select count(*) from sqlite_master").fetchone()
-        if application_id or num_tables:
-            raise _ForeignFileError(
-                f"{path.name} is a database of something else: give the store of "
-                "handles a file of its own"
-            )
-    db.execute("pragma journal_mode = wal")
+        (application_id,) = db.execute("pragma application_id").fetchone()
+    finally:
+        db.execute("rollback")
+    is_new = not application_id and not num_tables
+    return not is_new and application_id != _APPLICATION_ID
+
+
+def _prepare(db: sqlite3.Connection, path: Path, timeout_s: float) -> None:
+    if _is_foreign(db):
+        raise _ForeignFileError(
+            f"{path.name} is a database of something else: give the store of "
+            "handles a file of its own"
+        )
+    for attempt in _while_others_open_it(timeout_s):
+        with attempt:
+            db.execute("pragma journal_mode = wal")
     # A crash of the machine may cost the last handles, never the file.
     db.execute("pragma synchronous = normal")
     db.execute("begin immediate")

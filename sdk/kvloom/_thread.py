@@ -52,7 +52,7 @@ class ThreadSource:
 
     def __call__(self) -> Conversation | None:
         # Where a graph runs this is loaded, and nowhere else is it needed.
-        with needing("langgraph"):
+        with needing("kvloom[langgraph]"):
             from langchain_core.runnables import ensure_config
 
         return conversation_in(ensure_config(), namespace=self.namespace)

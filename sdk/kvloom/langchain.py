@@ -18,7 +18,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from ._extras import needing
 
-with needing("langgraph"):
+with needing("kvloom[langgraph]"):
     from langchain_core.language_models import LanguageModelInput
     from langchain_core.messages import AIMessage
     from langchain_core.outputs import ChatGenerationChunk, ChatResult

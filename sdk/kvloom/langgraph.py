@@ -322,7 +322,7 @@ def retry_on(error: Exception) -> bool:
     (``max_retries=0``), and streams that broke off before their first word. All
     else is LangGraph's own choice.
     """
-    with needing("langgraph"):
+    with needing("kvloom[langgraph]"):
         from langgraph.types import RetryPolicy
 
     from ._retry import is_worth_a_new_try

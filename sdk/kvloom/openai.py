@@ -75,8 +75,8 @@ class OpenAI(SyncCarrying, openai.OpenAI):
         kvloom_dialect: how the server is told of conversations, where it is no
             kvloom router: ``"vllm-router"``, ``"vllm-multiturn-proxy"``,
             ``"dynamo"``, ``"litellm"``.
-        kvloom_hints: whether the router is told how long this conversation's
-            tools have been taking, so that it keeps the cache that long.
+        kvloom_hints: whether the router is told how long tools have been taking,
+            by which decode gives up leases and mode ``auto`` warms up.
         kvloom_events: is told what happens; see :mod:`kvloom.telemetry`.
         kvloom_clock: seconds that never run backwards.
         options: openai's own arguments. ``max_retries`` counts the retries of a

@@ -14,7 +14,7 @@ from typing import Final
 
 from ._extras import needing
 
-with needing("otel"):
+with needing("kvloom[otel]"):
     from opentelemetry import metrics, trace
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import SpanKind, StatusCode, TracerProvider

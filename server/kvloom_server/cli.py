@@ -103,7 +103,7 @@ def up(
     returns: Annotated[Returns, typer.Option(help=RETURNS_HELP)] = "on",
     transfer: TransferArg = "pull",
     connector: Annotated[
-        Connector, typer.Option(help="Ours, or vLLM's own to compare with.")
+        Connector, typer.Option(help="stock: vLLM's own, to compare with.")
     ] = Connector.KVLOOM,
     engine_arg: EngineArg = None,
     prefill_arg: PrefillArg = None,

@@ -65,7 +65,8 @@ class RouterSettings(BaseSettings):
     prefill: Engines = ()
     """Prefill engines: ``http://host:port,lease=tcp://host:port``; with ``,rank=N``
     one rank of a data-parallel server; ``dns+http://name:port,lease=port`` for all
-    that a name resolves to."""
+    that a name resolves to. Several: the flag again, spaces in the variable, a
+    list in the file."""
     decode: Engines = ()
     """Decode engines, likewise."""
     engines_file: Path | None = None
@@ -84,7 +85,7 @@ class RouterSettings(BaseSettings):
     returns: Annotated[Returns, BeforeValidator(_returns)] = "on"
     """When a turn's KV goes back to prefill: ``off``; ``lazy``, with the next
     turn; ``eager``, while the tool runs; ``auto``, as the conversation's pauses
-    say. ``on`` leaves the choice to this release."""
+    say. ``on``: as this release likes, now ``lazy``."""
     direct_tokens: int = Field(default=512, ge=0)
     """New tokens up to which decode may do a turn alone, where it holds the
     history and an estimate says that it is faster. 0: never."""
@@ -108,7 +109,7 @@ class RouterSettings(BaseSettings):
     cluster_name: str = ""
     """Goes into the seal: handles of a cluster with another name do not open."""
     cluster_key_file: Path | None = None
-    """File with the key that the engines' lease services ask for."""
+    """File with the key that the engines' lease services ask for; read at start."""
     upstream: Literal["native", "aiohttp"] = "native"
     """How engines are reached: by our own adapter on httptools, or by aiohttp's
     client, which takes several times the CPU."""
@@ -116,7 +117,8 @@ class RouterSettings(BaseSettings):
     """Sent to the engines as a bearer token. A client's own key never is."""
     upstream_ca_file: Path | None = None
     """Certificates (PEM) that vouch for engines behind ``https://``."""
-    # The key files above and below are followed while the router runs.
+    # Of the key files those of handles, clients and admins are followed while the
+    # router runs; the cluster key and certificates are read at start.
     tls_cert: Path | None = None
     """PEM; together with ``tls_key``: the router then speaks HTTPS."""
     tls_key: Path | None = None
@@ -174,7 +176,8 @@ class RouterSettings(BaseSettings):
     log_format: Literal["pairs", "json"] = "pairs"
     """One line an event: ``key=value`` pairs, or one JSON object."""
     traces: bool = False
-    """Spans over OTLP, as the ``OTEL_…`` variables say; needs ``kvloom[otel]``."""
+    """Spans over OTLP (HTTP, protobuf only), as the ``OTEL_…`` variables say; needs
+    ``kvloom[otel]``."""
     max_conversations: int = Field(default=10_000, ge=1)
     """Conversations that are remembered; those that were silent longest go first."""
     max_map_bytes: int = Field(default=32 * 1024 * 1024, ge=64 * 1024)

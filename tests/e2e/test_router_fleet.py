@@ -196,6 +196,31 @@ async def test_engines_follow_their_file(tmp_path: Path) -> None:
         assert "file" in refused.text
 
 
+async def test_a_refused_engine_is_not_kept_in_mind(tmp_path: Path) -> None:
+    """The admin API says that the file names it otherwise; when the file drops it,
+    it is gone."""
+    file = tmp_path / "engines.toml"
+
+    def write(*members: str) -> None:
+        new = tmp_path / "new"
+        new.write_text(f"decode = {json.dumps(members)}\n")
+        new.replace(file)
+
+    async with staged(decode=2) as stage:
+        one, two = stage.cluster.decode
+        write(word(one), word(two))
+        await stage.restart_router(decode=(), engines_file=file, file_interval_s=0.02)
+        await stage.until(d0="up", d1="up")
+        other = {"role": "decode", "engine": f"{two.url},lease={one.lease_address}"}
+        url = stage.router.url + "/kvloom/engines"
+        refused = await stage.http.post(url, json=other)
+        assert refused.status_code == 409
+        write(word(one))
+        while len(await listed(stage)) > 1:
+            pass
+        assert [engine["name"] for engine in await listed(stage)] == ["d0"]
+
+
 async def test_a_name_stands_for_the_engines_behind_it() -> None:
     """``dns+http://`` engines are there without their addresses being written."""
     async with staged() as stage:

@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from kvloom.protocol import (
     CONVERSATION_ID_PATTERN,
+    EXPECTED_RETURN_HEADER,
     FINAL_TURN_HEADER,
     HANDLE_HEADER,
     ReturnMode,
@@ -86,7 +87,18 @@ def test_it_describes_what_is_served(url: str) -> None:
     assert own <= document["paths"].keys()
     parameters = document["components"]["parameters"]
     assert parameters["Session"]["schema"]["pattern"] == f"^{CONVERSATION_ID_PATTERN}$"
-    assert set(parameters["ReturnMode"]["schema"]["enum"]) <= set(ReturnMode)
+    assert set(parameters["ReturnMode"]["schema"]["enum"]) == set(ReturnMode)
     assert parameters["Handle"]["name"] == HANDLE_HEADER
     assert parameters["FinalTurn"]["name"] == FINAL_TURN_HEADER
+    assert parameters["ExpectedReturn"]["name"] == EXPECTED_RETURN_HEADER
     assert re.compile(parameters["Handle"]["schema"]["pattern"])
+
+
+def test_a_form_is_refused_as_described(url: str) -> None:
+    """Engines read JSON; who sends a form is told so, by a status that the
+    description has."""
+    answer = httpx.post(f"{url}/v1/embeddings", data={"input": "x"}, timeout=30)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["code"] == "unsupported_media_type"
+    document = httpx.get(f"{url}/openapi.json", timeout=30).json()
+    assert "415" in document["paths"]["/v1/embeddings"]["post"]["responses"]

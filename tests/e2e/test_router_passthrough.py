@@ -356,16 +356,17 @@ async def test_an_unknown_model_is_not_found() -> None:
         assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_a_stored_answer_is_looked_for_everywhere() -> None:
+@pytest.mark.parametrize("decode", [2, 6])
+async def test_a_stored_answer_is_looked_for_everywhere(decode: int) -> None:
     """Only the engine that gave it has it: the others' 404 is not the last
-    word."""
-    async with staged(decode=2) as stage:
-        kept = Kept(stage.cluster.decode[1].engine.app)
-        server = stage.cluster.decode[1]
+    word, however many they are."""
+    async with staged(decode=decode) as stage:
+        server = stage.cluster.decode[-1]
+        kept = Kept(server.engine.app)
         await server.kill()
         server.engine.app = kept  # type: ignore[assignment]
         await server.start()
-        await stage.until(d1="up")
+        await stage.until(**{server.engine.name: "up"})
         url = stage.router.url + "/v1/responses/"
         for _ in range(4):
             answer = await stage.http.get(url + "resp_1")

@@ -1,5 +1,6 @@
 """Prefill's claims on decode's lease service over real sockets and threads."""
 
+import asyncio
 import socket
 import sys
 import threading
@@ -22,6 +23,7 @@ from kvloom.protocol import (
     Refused,
     Release,
     Subscribe,
+    Welcome,
 )
 from kvloom_connector.book import LeaseBook
 from kvloom_connector.claims import ClaimDesk
@@ -32,6 +34,8 @@ from kvloom_connector.peers import MAX_PEERS
 from kvloom_connector.returns import Prompt, ReturnDesk, StillAskingError
 from kvloom_connector.service import EngineIdentity, LeaseService, prove
 from kvloom_connector.wire import decode, encode
+from kvloom_server.cluster.probe import greet
+from kvloom_server.router.mail import LeaseMail
 
 BOUND_S = 20.0
 """An answer that takes longer is taken for none."""
@@ -59,12 +63,20 @@ LEASE = Lease(
 )
 
 
+def has_ipv6():
+    """Whether this machine can listen on its own address of version 6."""
+    with socket.socket(socket.AF_INET6) as sock:
+        try:
+            sock.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
 @contextmanager
-def decoding(*names, port=0):
+def decoding(*names, host="127.0.0.1", port=0):
     """A decode engine's lease service that holds leases of these names."""
-    service = LeaseService(
-        LeaseBook(max_blocks=100), ENGINE, host="127.0.0.1", port=port
-    )
+    service = LeaseService(LeaseBook(max_blocks=100), ENGINE, host=host, port=port)
     try:
         with service.locked() as book:
             for name in names:
@@ -168,6 +180,37 @@ def test_a_claim_brings_the_whole_turn_back(desk):
         desk.read_done("r")
         assert next(feed).state is LeaseState.GRANTED
         assert desk.finish("r").returned_tokens == len(TOKENS)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_engines_may_have_addresses_of_ipv6_alone(desk):
+    """Prefill claims there as anywhere."""
+    with decoding("turn", host="::1") as decode_engine:
+        assert decode_engine.address.startswith("tcp://[::1]:")
+        desk.begin("r", ref(decode_engine), PROMPT, now=0.0)
+        assert decided(desk).num_tokens == len(TOKENS)
+        desk.admitted("r", num_local=0, num_pulled=len(TOKENS))
+        desk.read_done("r")
+        desk.finish("r")
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_router_and_doctor_reach_engines_of_ipv6_alone():
+    """Both say hello, and both are answered."""
+
+    async def greeted(address):
+        with zmq.Context() as context:
+            mail = LeaseMail(context, address, cluster_key=None)
+            try:
+                mail.send(Hello())
+                heard = await mail.hear(BOUND_S)
+            finally:
+                mail.close()
+        return heard, await greet(address, cluster_key=None, timeout_s=BOUND_S)
+
+    with decoding(host="::1") as decode_engine:
+        welcomes = asyncio.run(greeted(decode_engine.address))
+    assert [type(welcome) for welcome in welcomes] == [Welcome, Welcome]
 
 
 def test_an_unknown_lease_is_computed(desk):

@@ -116,6 +116,36 @@ def test_every_metric_is_documented() -> None:
         assert told[name][1].startswith(documentation), name
 
 
+def test_every_metric_of_the_connector_is_documented() -> None:
+    """By name and meaning, as an engine shows it."""
+    source = (ROOT / "connector" / "kvloom_connector" / "stats.py").read_text()
+    made = re.findall(
+        r'self\._(gauge|counter)_cls\(\s*name="([^"]+)",\s*documentation="([^"]+)"',
+        source,
+    )
+    have = {
+        (name + ("_total" if kind == "counter" else ""), kind, text)
+        for kind, name, text in made
+    }
+    assert len(have) >= 5
+    rows = table("docs/operating.md", "engines")
+    assert {(name.strip("`"), kind, what) for name, kind, _, what in rows} == have
+
+
+def test_every_request_that_changes_the_fleet_is_documented() -> None:
+    """docs/operating.md has what the router's description of itself has."""
+    text = (ROOT / "server/kvloom_server/router/openapi.json").read_text()
+    told = OPERATING.read_text()
+    asked = [
+        f"| `{method.upper()} {path}` |"
+        for path, methods in json.loads(text)["paths"].items()
+        if path.startswith(("/kvloom/engines", "/kvloom/conversations"))
+        for method in methods
+    ]
+    assert len(asked) == 6
+    assert [row for row in asked if row not in told] == []
+
+
 @pytest.mark.parametrize(
     "command", [c for c in readme.commands(HOSTS) if " engine-args " in c]
 )

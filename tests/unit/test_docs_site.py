@@ -3,13 +3,16 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import readme
 from readme import ROOT
 from unit.test_docs import script
 
 from kvloom.protocol import Reason
+from kvloom_server.settings import ON, RouterSettings
 
 DOCS = ROOT / "docs"
 
@@ -53,6 +56,20 @@ def test_every_setting_and_metric_that_is_named_exists() -> None:
         text = (DOCS / page).read_text()
         for name in re.findall(r"`(KVLOOM_\w+|kvloom_\w+_(?:total|seconds))", text):
             assert f"`{name}`" in known, f"{page} names {name}"
+
+
+def test_what_on_stands_for_is_told() -> None:
+    """`returns = on` leaves the choice to a release, and this is its choice."""
+    assert (
+        f"`on`: as this release likes, now `{ON}`."
+        in (DOCS / "settings.md").read_text()
+    )
+
+
+def test_the_file_of_settings_that_is_shown_is_taken() -> None:
+    """Copied out of the document."""
+    (file,) = readme.blocks("toml", DOCS / "settings.md")
+    assert len(RouterSettings(**tomllib.loads(file)).decode) == 2
 
 
 @pytest.fixture(scope="module")

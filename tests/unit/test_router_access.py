@@ -116,6 +116,7 @@ def test_without_admin_keys_only_this_machine_may_administer() -> None:
         {"host": "evil.example:8000"},
         {"host": ""},
         {"host": "[::"},
+        HERE | {"origin": "http://[::1"},
         HERE | {"origin": "http://evil.example"},
         HERE | {"origin": "null"},
         HERE | {"origin": "http://127.0.0.1:9000"},

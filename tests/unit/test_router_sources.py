@@ -191,18 +191,37 @@ async def test_a_name_that_does_not_resolve_keeps_its_engines(
     async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
         if host == "bad":
             raise socket.gaierror(socket.EAI_AGAIN, "not now")
-        return [
-            (0, 0, 0, "", ("10.0.0.1", port)),
-            (0, 0, 0, "", ("fd00::1", port, 0, 0)),
-        ]
+        return [(socket.AF_INET, 0, 0, "", ("10.0.0.1", port))]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     source = DnsSource(roster=heard, interval_s=600.0)  # type: ignore[arg-type]
     for _ in range(3):
         await source.look()
-    assert heard.found == [{good: ["10.0.0.1", "fd00::1"]}] * 3
+    assert heard.found == [{good: ["10.0.0.1"]}] * 3
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
+
+
+async def test_an_engine_with_addresses_of_both_families_is_one_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two pods, each with two addresses: those that the system prefers count."""
+    pods = DnsSpec(host="pods", port=80)
+    heard = Heard(pods)
+
+    async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+        del host
+        six = [(f"fd00::{n}", port, 0, 0) for n in (1, 2)]
+        four = [(f"10.0.0.{n}", port) for n in (1, 2)]
+        return [(socket.AF_INET6, 0, 0, "", where) for where in six] + [
+            (socket.AF_INET, 0, 0, "", where) for where in four
+        ]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    source = DnsSource(roster=heard, interval_s=600.0)  # type: ignore[arg-type]
+    await source.look()
+    assert heard.found == [{pods: ["fd00::1", "fd00::2"]}]
+    assert pods.at("fd00::1").url == "http://[fd00::1]:80"
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70])

@@ -195,7 +195,7 @@ def _await_end(pid: int) -> None:
 @pytest.mark.parametrize(
     ("main", "said"),
     [
-        ("import typer_that_is_not_there", "pip install 'kvloom[server,model]'"),
+        ("import typer_that_is_not_there", "kvloom[server,model,connector]"),
         ("print(\"No module named 'vllm'\"); raise SystemExit(1)", "kvloom doctor"),
         (
             "print('logs: x'); print('error: engine d0 has no memory'); exit(1)",

@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Barrier, Thread
 
 import pytest
 from hypothesis import settings
@@ -144,6 +144,99 @@ def test_a_forked_worker_closes_nothing_of_its_parents(path: Path) -> None:
     assert store.pop(KEY, _history("a", "b"), now=0) == "child"
     assert store.pop(KEY, _history("a"), now=0) == "parent"
     store.close()
+
+
+_VISIT = (
+    "import sys; from kvloom import SQLiteStore;"
+    "from kvloom._history import history_of;"
+    "from kvloom._store import StoredHandle, StoreKey;"
+    "mark = history_of('/completions', {'prompt': 'v'}).mark();"
+    "store = SQLiteStore(sys.argv[1], timeout_s=10);"
+    "store.put(StoreKey('e', 'm', 'visitor'),"
+    " StoredHandle(handle='v', history=mark, received_at=0));"
+    "store.close()"
+)
+"""Another process that comes, keeps a handle, and goes."""
+
+
+def _handles_in(path: Path) -> list[str]:
+    """What a process that opens the file now finds."""
+    look = (
+        "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]);"
+        "print(*(h for h, in db.execute('select handle from handles order by id')))"
+    )
+    command = [sys.executable, "-c", look, path]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def test_another_store_on_the_same_file_takes_nothing_from_the_first(
+    path: Path,
+) -> None:
+    """A notebook's cell that is run twice: what either keeps, other processes find."""
+    first, second = SQLiteStore(path), SQLiteStore(path)
+    first.put(KEY, _stored("one", "a"))
+    subprocess.run([sys.executable, "-c", _VISIT, path], check=True)
+    first.put(KEY, _stored("two", "a", "b"))
+    second.put(KEY, _stored("three", "a", "b", "c"))
+    assert _handles_in(path) == ["one", "v", "two", "three"]
+    first.close()
+    second.close()
+
+
+_ORPHAN = f"""
+import os, subprocess, sys
+from kvloom import SQLiteStore
+from kvloom._history import history_of
+from kvloom._store import StoredHandle, StoreKey
+
+mark = history_of("/completions", {{"prompt": "a"}}).mark()
+store = SQLiteStore(sys.argv[1])
+key = StoreKey("e", "m", "c")
+store.put(key, StoredHandle(handle="parent", history=mark, received_at=0))
+parent = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    pass
+for number in range(2):
+    subprocess.run([sys.executable, "-c", {_VISIT!r}, sys.argv[1]], check=True)
+    kept = StoredHandle(handle=f"child{{number}}", history=mark, received_at=0)
+    store.put(key, kept)
+"""
+
+
+def test_a_worker_whose_parent_is_gone_still_shares_the_file(path: Path) -> None:
+    """A server that goes to the background, or whose master was replaced."""
+    subprocess.run(
+        [sys.executable, "-c", _ORPHAN, path], check=True, stdout=subprocess.PIPE
+    )
+    assert _handles_in(path) == ["parent", "v", "child0", "v", "child1"]
+
+
+def test_a_fork_leaves_the_parents_store_as_it_was(path: Path) -> None:
+    """Open in both, each with a connection of its own."""
+    store = SQLiteStore(path)
+    store.put(KEY, _stored("parent", "a"))
+    assert _in_a_child(lambda: store.pop(KEY, _history("a"), now=0) == "parent")
+    store.put(KEY, _stored("again", "a"))
+    assert store.pop(KEY, _history("a"), now=0) == "again"
+    store.close()
+
+
+def test_workers_that_start_together_all_open_a_new_file(tmp_path: Path) -> None:
+    """None of them takes what another one is just making for somebody else's."""
+    num_workers, num_files = 8, 20
+    together = Barrier(num_workers, timeout=60)
+
+    def opens() -> None:
+        for number in range(num_files):
+            together.wait()
+            SQLiteStore(tmp_path / f"{number}.sqlite", timeout_s=30).close()
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        for done in [pool.submit(opens) for _ in range(num_workers)]:
+            done.result()
 
 
 def test_expired_handles_leave_the_file(path: Path) -> None:

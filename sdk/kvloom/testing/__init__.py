@@ -10,7 +10,7 @@ Needs the extra ``kvloom[testing]``.
 
 from kvloom._extras import needing
 
-with needing("testing"):
+with needing("kvloom[testing]"):
     from .answers import Answer, Call, Context, Responder, respond, thoughtful
     from .cluster import FakeCluster, FakeServer
     from .engine import FakeEngine

@@ -21,8 +21,8 @@ _GIB = 1 << 30
 _NEED_MEMORY_GIB = 8
 _NEED_MODEL_GIB = 1
 """The bundled model, its parts and what is made of them."""
-_NEED_SETUP_GIB = 5
-"""The environment with vLLM and torch, and the model."""
+_NEED_SETUP_GIB = 7
+"""The environment with vLLM and torch, what pip keeps of it, and the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,7 @@ async def greet(
         dealer.linger = 0
         secure_peer(dealer, cluster_key)
         try:
+            dealer.ipv6 = "[" in address
             dealer.connect(address)
         except zmq.ZMQError:
             # An address that can be none.

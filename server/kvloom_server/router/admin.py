@@ -117,6 +117,7 @@ class AdminApi:
             self._roster.say(ADMIN, (*known, entry))
         engine = self._roster.engine_of(entry)
         if engine is None:
+            self._roster.say(ADMIN, known)
             raise _conflict(f"another source names {spec.identity} otherwise")
         await self._engines.check(engine)
         return await _reply(client, self._shown(engine), status=201)

@@ -45,6 +45,7 @@ class LeaseMail:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             secure_peer(self._socket, cluster_key)
+            self._socket.ipv6 = "[" in address
             self._socket.connect(address)
             self._file = int(self._socket.getsockopt(zmq.FD))
         except BaseException:

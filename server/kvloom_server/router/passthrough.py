@@ -130,7 +130,8 @@ class PassThrough:
     def _able(self, model: str, *, is_stored: bool) -> list[Engine]:
         """Engines to try, the least busy first.
 
-        One that drains gets nothing new, and still gives what it keeps.
+        One that drains gets nothing new, and still gives what it keeps. What is
+        stored may be on any of them, so all are asked for it.
         """
         serving = self._engines.fleet(model).decode
         if self._engines.decode and not serving:
@@ -139,7 +140,8 @@ class PassThrough:
         if not able:
             raise no_engine()
         able.sort(key=lambda e: (e.is_draining, e.num_in_flight))
-        return [self._engines[view.name] for view in able[:MAX_ATTEMPTS]]
+        tried = able if is_stored else able[:MAX_ATTEMPTS]
+        return [self._engines[view.name] for view in tried]
 
     async def _at(
         self, engine: Engine, client: Exchange, upload: "Upload", *, is_last: bool

@@ -117,8 +117,9 @@ _MEANINGS: Final = (
     Meaning(
         cause=Reason.DECODE_ALONE,
         bearing=Bearing.NOTHING_YET,
-        text="The request's form needs one engine: several answers, or the "
-        "prompt's log-probabilities.",
+        text="The request's form needs one engine: several answers or prompts, the "
+        "prompt's log-probabilities, or what only the engine can follow of the "
+        "Responses API (previous_response_id, background, truncation, its own tools).",
     ),
     Meaning(
         cause=Reason.ALREADY_LOCAL,

@@ -146,7 +146,11 @@ class DnsSource:
                 log.warning("event=name_not_resolved name=%s: %s", spec.host, why)
             return []
         self._complaints.pop(spec, None)
-        return [str(address[0]) for *_, address in infos]
+        # An engine with addresses of both families is one engine; those that the
+        # system prefers come first.
+        return [
+            str(address[0]) for family, *_, address in infos if family == infos[0][0]
+        ]
 
 
 class Sources:
