@@ -68,9 +68,10 @@ def test_the_connector_and_the_router_take_what_is_printed(engine):
     assert extra["backends"] == [engine.backend]
     assert settings.bidirectional_kv_xfer
     is_open = engine.address not in LOOPBACK
-    assert (settings.lease_host == "0.0.0.0") == is_open
+    everywhere = "::" if ":" in engine.address else "0.0.0.0"
+    assert (settings.lease_host == everywhere) == is_open
     assert settings.lets_in_everybody == engine.is_reachable == is_open
-    assert ("--host=0.0.0.0" in engine.command()) == is_open
+    assert (f"--host={everywhere}" in engine.command()) == is_open
     option, value = engine.router_option().split(" ")
     assert option == f"--{engine.role}"
     spec = parse_engine(value)
@@ -78,8 +79,7 @@ def test_the_connector_and_the_router_take_what_is_printed(engine):
     assert spec.lease_address.endswith(f":{engine.lease_port}")
     environment = engine.environment()
     # What vLLM and the lease service listen on is what the others are told.
-    named = {"localhost": "127.0.0.1", "::1": "127.0.0.1"}
-    at = named.get(engine.address, engine.address)
+    at = "127.0.0.1" if engine.address == "localhost" else engine.address
     assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == at
     assert spec.url.removeprefix("http://").startswith(f"[{at}]" if ":" in at else at)
     assert ("FI_PROVIDER" in environment) == (engine.backend is Backend.LIBFABRIC)

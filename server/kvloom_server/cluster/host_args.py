@@ -25,6 +25,7 @@ from .engine_args import (
 from .flags import Ranks, ranks_of
 
 ANY_HOST: Final = "0.0.0.0"
+ANY_HOST_V6: Final = "::"
 DEFAULT_HTTP_PORTS: Final = {Role.PREFILL: 8100, Role.DECODE: 8200}
 
 
@@ -100,9 +101,8 @@ class HostEngine:
 
     @property
     def _reached_at(self) -> str:
-        # Lease services know loopback by this name only.
-        is_named = self.address in ("localhost", "::1")
-        return LOOPBACK if is_named else self.address
+        # A name that stands for two addresses, of which services listen on one.
+        return LOOPBACK if self.address == "localhost" else self.address
 
     def as_shell(self) -> str:
         """Environment and command, to be pasted into a shell or a unit."""
@@ -133,7 +133,9 @@ class HostEngine:
 
     @property
     def _bind_host(self) -> str:
-        return self._reached_at if _is_loopback(self._reached_at) else ANY_HOST
+        if _is_loopback(self._reached_at):
+            return self._reached_at
+        return ANY_HOST_V6 if ":" in self.address else ANY_HOST
 
     def _slot(self) -> EngineSlot:
         return EngineSlot(
