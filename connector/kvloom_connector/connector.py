@@ -45,8 +45,12 @@ class NixlConnector(NixlPullConnector):
         # the stock halves.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
+            rank = vllm_config.parallel_config.data_parallel_index
             self.connector_scheduler = LeasingScheduler(
-                vllm_config, self.engine_id, kv_cache_config, settings=settings
+                vllm_config,
+                self.engine_id,
+                kv_cache_config,
+                settings=settings.at_rank(rank),
             )
             # vLLM fences freed blocks against a step in flight only where KV
             # arrives asynchronously, and takes that from the role. With returns

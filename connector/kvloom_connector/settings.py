@@ -5,7 +5,7 @@ Names are upstream's where upstream has the setting.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
@@ -49,7 +49,8 @@ class ConnectorSettings:
     lease_host: str = "127.0.0.1"
     """Where the engine's lease service listens (prefill's, too)."""
     lease_port: int = 0
-    """0: the side channel's port + 1000."""
+    """0: the side channel's port + 1000. Of a data-parallel server the first rank's;
+    each next rank listens one port above."""
     cluster_key_file: str = ""
     """File with the key that prefill, decode and router share; the lease services
     then speak CURVE and let in nobody else. Empty: no key."""
@@ -87,6 +88,19 @@ class ConnectorSettings:
         )
         settings._check()
         return settings
+
+    def at_rank(self, rank: int) -> "ConnectorSettings":
+        """The settings of one data-parallel rank, which share what was written.
+
+        Raises:
+            SettingsError: there is no such port.
+        """
+        if not self.lease_port:
+            # The side channel's port counts the ranks already.
+            return self
+        own = replace(self, lease_port=self.lease_port + rank)
+        own._check()
+        return own
 
     def cluster_key(self) -> bytes | None:
         """The cluster key, or ``None`` where none is configured.

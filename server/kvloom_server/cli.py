@@ -1,46 +1,39 @@
 """The command line: parse, compose, report. One function a command."""
 
 import asyncio
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
-from rich.markup import escape
 
-from kvloom.protocol import ClusterKeyError
-
-from .addresses import DnsSpec, EngineSpec, parse_engine, parse_member
+from .addresses import DnsSpec, EngineSpec, parse_member
 from .cli_bench import bench
+from .cli_common import (
+    KEY_HELP,
+    ClusterKeyFile,
+    parsed,
+    plain_errors,
+    read_settings,
+)
+from .cli_doctor import doctor
 from .cli_hosts import engine_args
 from .cli_status import status
+from .cluster.asked import UpSettings
 from .cluster.checks import read_cluster_key
 from .cluster.console import say_error
-from .cluster.doctor import Finding, examine
 from .cluster.engine_args import Connector
 from .cluster.hold import hold
 from .cluster.launch import ClusterError
 from .cluster.model import ModelUnavailableError
-from .cluster.probe import look_at
 from .cluster.stop import StoppedError, StopSignal, until_stopped
-from .cluster.up import UpSettings
-from .cluster.verdict import judge
 from .demo import REPEATS, DemoError, run_demo
-from .keys import KeyFileError
 from .logs import LogFormat, start_logging, stop_logging
 from .loops import run
-from .router import EnginesFileError
 from .router import serve as serve_router
-from .router.tracing import TracingUnavailableError
-from .said import settings_errors
-from .settings import Returns, RouterSettings, Transfer
-from .settings_file import SettingsFileError, settings_with
+from .settings import Returns, Transfer
 
 app = typer.Typer(
     add_completion=False,
@@ -79,7 +72,6 @@ TransferArg = Annotated[
 ]
 RETURNS_HELP = "When KV goes back to prefill."
 
-T = TypeVar("T")
 EngineArg = Annotated[
     list[str] | None,
     typer.Option(help="A vLLM flag for every engine, as --engine-arg=--dtype=float32."),
@@ -89,10 +81,6 @@ DecodeArg = Annotated[
 ]
 PrefillArg = Annotated[
     list[str] | None, typer.Option(help="A vLLM flag for the prefill engines.")
-]
-ClusterKeyFile = Annotated[
-    Path | None,
-    typer.Option(help="The key that engines' lease services and the router share."),
 ]
 LogDir = Annotated[
     Path | None, typer.Option(help="Folder for the engines' logs; else a new one.")
@@ -126,16 +114,13 @@ def up(
     ready_file: Annotated[
         Path | None, typer.Option(help="Gets one JSON object once all is up.")
     ] = None,
-    cluster_key_file: ClusterKeyFile = None,
+    cluster_key_file: Annotated[
+        Path | None,
+        typer.Option(help=KEY_HELP, envvar="KVLOOM_CLUSTER_KEY_FILE"),
+    ] = None,
     log_dir: LogDir = None,
 ) -> None:
     """Start a local cluster: engines and router, until Ctrl-C."""
-    with _plain_errors():
-        key_file = _settings(
-            cluster_key_file=cluster_key_file,
-            transfer=transfer,
-            connector=connector.value,
-        ).cluster_key_file
     settings = UpSettings(
         port=port,
         num_prefill=prefill,
@@ -148,7 +133,8 @@ def up(
         prefill_args=tuple(prefill_arg or ()),
         decode_args=tuple(decode_arg or ()),
         has_dev_endpoints=dev_endpoints,
-        cluster_key_file=key_file,
+        cluster_key_file=cluster_key_file,
+        is_open=False,
         log_dir=log_dir,
     )
     console = Console(stderr=True)
@@ -238,8 +224,8 @@ def serve(
     Every setting is also a KVLOOM_… variable, and may stand in the file of
     --config; what stands here wins, then the variable.
     """
-    with _plain_errors():
-        settings = _settings(
+    with plain_errors():
+        settings = read_settings(
             config,
             prefill=_members("--prefill", prefill),
             decode=_members("--decode", decode),
@@ -270,53 +256,10 @@ def serve(
             stop_logging(lines)
 
 
-def _settings(file: Path | None = None, **given: object) -> RouterSettings:
-    """The router's settings: what is given; the environment, then the file, for
-    the rest."""
-    return settings_with(given, file, os.environ)
-
-
-def _engines(option: str, texts: list[str] | None) -> tuple[EngineSpec, ...] | None:
-    return _parsed(option, texts, parse_engine)
-
-
 def _members(
     option: str, texts: list[str] | None
 ) -> tuple[EngineSpec | DnsSpec, ...] | None:
-    return _parsed(option, texts, parse_member)
-
-
-def _parsed(
-    option: str, texts: list[str] | None, parse: Callable[[str], T]
-) -> tuple[T, ...] | None:
-    try:
-        return tuple(map(parse, texts)) if texts else None
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from error
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """What the user can mend is one sentence and exit code 1, no traceback."""
-    try:
-        yield
-    except ValidationError as error:
-        prefix = RouterSettings.model_config["env_prefix"]
-        _fail(settings_errors(error.errors(), os.environ, prefix))
-    except (
-        ClusterKeyError,
-        KeyFileError,
-        EnginesFileError,
-        SettingsFileError,
-        TracingUnavailableError,
-        OSError,
-    ) as error:
-        _fail(str(error))
-
-
-def _fail(text: str) -> None:
-    say_error(Console(stderr=True), text)
-    sys.exit(1)
+    return parsed(option, texts, parse_member)
 
 
 @app.command()
@@ -358,54 +301,7 @@ async def _demo(
     return 0
 
 
-@app.command()
-def doctor(
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A running engine: http://host:port[,lease=tcp://host:port]; "
-            "may be given several times."
-        ),
-    ] = None,
-    cluster_key_file: ClusterKeyFile = None,
-) -> None:
-    """Say what this machine lacks for a local cluster, and how to get it.
-
-    With --engine: whether these running engines can serve together.
-    """
-    engines = _engines("--engine", engine)
-    with _plain_errors():
-        settings = _settings(cluster_key_file=cluster_key_file)
-        cluster_key = read_cluster_key(settings.cluster_key_file)
-    if engines is None:
-        sys.exit(_report(examine()))
-    api_key = settings.upstream_api_key
-    views = asyncio.run(
-        look_at(
-            engines,
-            api_key=api_key.get_secret_value() if api_key is not None else None,
-            cluster_key=cluster_key,
-        )
-    )
-    sys.exit(_report(judge(views)))
-
-
-def _report(findings: Iterable[Finding]) -> int:
-    """Print findings; the exit code: 0 when nothing that is needed is missing."""
-    console = Console()
-    is_fit = True
-    for finding in findings:
-        mark = "[green]ok[/]  " if finding.is_ok else "[red]lack[/]"
-        if not finding.is_ok and not finding.is_needed:
-            mark = "[yellow]note[/]"
-        what, detail = escape(finding.what), escape(finding.detail)
-        console.print(f"{mark} {what}  [dim]{detail}[/]")
-        if not finding.is_ok:
-            console.print(f"       {escape(finding.cure)}", highlight=False)
-            is_fit = is_fit and not finding.is_needed
-    return 0 if is_fit else 1
-
-
+app.command()(doctor)
 app.command("engine-args")(engine_args)
 app.command()(status)
 app.add_typer(bench, name="bench")

@@ -1,8 +1,6 @@
 """Who may use the router, what tenants see of each other, and what logs tell."""
 
 import asyncio
-import datetime
-import ipaddress
 import logging
 import ssl
 from pathlib import Path
@@ -11,10 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from e2e.certificates import certificate
 from e2e.test_router_stage import (
     CHAT,
     CONVERSATION,
@@ -300,36 +295,6 @@ async def test_tenants_end_their_own_conversations_only(keys: dict[str, Any]) ->
 
 
 # --- TLS
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvloom")])
-    now = datetime.datetime.now(datetime.UTC)
-    here = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([here]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    cert_file, key_file = folder / "cert.pem", folder / "key.pem"
-    cert_file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    key_file.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return cert_file, key_file
 
 
 async def test_the_router_speaks_https(tmp_path: Path) -> None:

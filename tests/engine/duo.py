@@ -43,7 +43,8 @@ from kvloom_server.cluster.engine_args import (
     engine_command,
     engine_environment,
 )
-from kvloom_server.cluster.launch import detect_device, plan_slots
+from kvloom_server.cluster.launch import plan_slots
+from kvloom_server.cluster.machine import detect_device
 
 LEASH = (sys.executable, "-m", "kvloom_server.cluster.leash")
 START_LIMIT_S = 300.0

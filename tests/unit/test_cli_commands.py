@@ -1,12 +1,15 @@
 """What the command line says before anything starts: one sentence, at once."""
 
 import asyncio
+import http.server
 import re
+import ssl
 import threading
 from contextlib import contextmanager
 from importlib.metadata import version
 
 import pytest
+from e2e.certificates import certificate
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
@@ -121,6 +124,49 @@ def test_doctor_looks_at_running_engines():
     assert f"ok   {decode.url} has kvloom's connector" in well.output
     assert f"note {prefill.url} has kvloom's connector" in well.output
     assert "the same model on all 2 engines  fake-model" in well.output
+
+
+@contextmanager
+def https_engine(cert, key):
+    """An engine behind a certificate, as far as it is asked for its model."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"version": "0.32.0", "data": [{"id": "m"}]}')
+
+        def log_message(self, *_):
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.handle_error = lambda *_: None
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"https://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_doctor_believes_whom_the_router_would(tmp_path):
+    """The same certificates vouch for engines; else the two would differ on
+    whether an engine can be reached."""
+    cert, key = certificate(tmp_path)
+    with https_engine(cert, key) as url:
+        told = run("doctor", f"--engine={url}", KVLOOM_UPSTREAM_CA_FILE=str(cert))
+        untold = run("doctor", f"--engine={url}")
+    assert f"ok   {url} serves" in told.output
+    assert f"ok   {url} names its model  m" in told.output
+    assert f"lack {url} serves" in untold.output
+    assert untold.exit_code == 1
+    none = run("doctor", f"--engine={url}", KVLOOM_UPSTREAM_CA_FILE="/no/such")
+    assert none.exit_code == 1
+    assert none.output == "error: there is no file /no/such\n"
 
 
 def test_doctor_alone_looks_at_this_machine():

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from kvloom.protocol import ClusterKeyError
+from kvloom_server.cluster.asked import UpSettings
 from kvloom_server.cluster.checks import check_model, read_cluster_key
 from kvloom_server.cluster.engine_args import Connector, Device
+from kvloom_server.cluster.front import router_settings
 from kvloom_server.cluster.launch import plan_slots
 from kvloom_server.cluster.model import ModelUnavailableError
 from kvloom_server.cluster.ready import ReadyFile, ReadyFileError
-from kvloom_server.cluster.up import UpSettings, router_settings
 
 
 @pytest.mark.parametrize("model", ["/no/such", "./no-such", "../no-such", "~/no-such"])
@@ -99,3 +100,28 @@ def test_the_router_knows_every_lease_service(connector, tmp_path, monkeypatch):
     else:
         assert addresses == [slot.lease_address for slot in slots]
         assert settings.cluster_key_file == key
+
+
+def test_every_rank_of_a_data_parallel_server_is_an_engine():
+    """The router chooses the rank, because the rank holds the cache: one engine a
+    rank, each with its lease service; and nobody else gets those ports."""
+    asked = UpSettings(num_decode=2, decode_args=("--data-parallel-size", "2"))
+    slots = plan_slots(
+        num_prefill=1, num_decode=2, device=Device.CPU, args_of=asked.args_of
+    )
+    settings = router_settings(asked, slots)
+    (prefill,) = settings.prefill
+    assert prefill.rank is None
+    assert [(e.url, e.rank) for e in settings.decode] == [
+        (slot.url, rank) for slot in slots[1:] for rank in (0, 1)
+    ]
+    wanted = [slots[0].http_port, slots[0].side_port, slots[0].lease_port]
+    for slot in slots[1:]:
+        wanted += [slot.http_port, slot.side_port, slot.side_port + 1]
+        wanted += [slot.lease_port, slot.lease_port + 1]
+    assert len(set(wanted)) == len(wanted)
+    assert [e.lease_address for e in settings.decode] == [
+        f"tcp://127.0.0.1:{slot.lease_port + rank}"
+        for slot in slots[1:]
+        for rank in (0, 1)
+    ]

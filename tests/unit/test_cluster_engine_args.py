@@ -20,7 +20,6 @@ from kvloom_server.cluster.engine_args import (
     Role,
     engine_command,
     engine_environment,
-    gpus_each,
     share_cores,
 )
 from kvloom_server.cluster.launch import ClusterError, plan_slots
@@ -151,6 +150,29 @@ def test_each_engine_has_an_environment_of_its_own():
     assert all(isinstance(value, str) for value in (first | second).values())
 
 
+def test_a_user_decides_how_much_memory_the_kv_gets():
+    """By vLLM's variable or by its flags, for all engines or for one; else it is
+    1 GiB, so that a small machine holds both. vLLM lets the variable win over the
+    flags: ours must not be there then."""
+    space = "VLLM_CPU_KVCACHE_SPACE"
+    assert engine_environment(DECODE, recipe())[space] == "1"
+    for variables in ({space: "4"}, {space: "1", "PATH": "/bin"}):
+        own = engine_environment(DECODE, recipe(), inherited=variables)
+        assert space not in own
+    # Empty it is none to vLLM either.
+    assert engine_environment(DECODE, recipe(), inherited={space: ""})[space] == "1"
+    for flags in (
+        ("--kv-cache-memory-bytes=4g",),
+        ("--kv_cache_memory_bytes", "4g"),
+        ("--gpu-memory-utilization=0.3",),
+    ):
+        both = recipe(engine_args=flags)
+        assert space not in engine_environment(PREFILL, both)
+        one = recipe(decode_args=flags)
+        assert space not in engine_environment(DECODE, one)
+        assert engine_environment(PREFILL, one)[space] == "1"
+
+
 @given(
     st.lists(st.integers(0, 200), min_size=1, max_size=64, unique=True),
     st.integers(1, 8),
@@ -191,13 +213,31 @@ def test_slots_never_share_a_port(num_prefill, num_decode, device):
 
 
 def test_a_large_engine_gets_as_many_gpus_as_its_flags_ask_for(monkeypatch):
-    """Tensor parallelism takes several GPUs, out of those that are allowed."""
+    """Tensor parallelism takes several GPUs, out of those that are allowed; each
+    role by its own flags, however they are written."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    each = gpus_each(["--tensor-parallel-size=2", "--max-model-len=4096"])
-    slots = plan_slots(num_prefill=1, num_decode=1, device=Device.CUDA, gpus_each=each)
+    large = recipe(engine_args=("--tensor-parallel-size", "2"))
+    options = {"num_decode": 1, "device": Device.CUDA}
+    slots = plan_slots(num_prefill=1, **options, args_of=large.args_of)
     assert [slot.gpus for slot in slots] == [("4", "5"), ("6", "7")]
     with pytest.raises(ClusterError, match=r"need 6 GPUs .* allows 4"):
-        plan_slots(num_prefill=2, num_decode=1, device=Device.CUDA, gpus_each=each)
+        plan_slots(num_prefill=2, **options, args_of=large.args_of)
+    uneven = recipe(
+        engine_args=("-tp=4",),
+        prefill_args=("--tensor_parallel_size=1",),
+        decode_args=("-tp", "3"),
+    )
+    slots = plan_slots(num_prefill=1, **options, args_of=uneven.args_of)
+    assert [slot.gpus for slot in slots] == [("4",), ("5", "6", "7")]
+
+
+def test_cpu_engines_ask_for_no_gpu(monkeypatch):
+    """`CUDA_VISIBLE_DEVICES=-1` hides GPUs that nobody wants here."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    slots = plan_slots(num_prefill=1, num_decode=1, device=Device.CPU)
+    assert [slot.gpus for slot in slots] == [(), ()]
+    with pytest.raises(ClusterError, match=r"need 2 GPUs .* allows 0"):
+        plan_slots(num_prefill=1, num_decode=1, device=Device.CUDA)
 
 
 def test_an_engine_on_one_core_runs_its_model_itself():

@@ -1,123 +1,18 @@
-"""``kvloom up`` from its first word to its exit code, with stand-ins for vLLM.
-
-The stand-ins run under the very command line that starts vLLM: a package named
-``vllm`` that comes first on their path.
-"""
+"""``kvloom up`` from its first word to its exit code, with stand-ins for vLLM."""
 
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import urllib.request
-from contextlib import contextmanager
 
 import pytest
-
-BOUND_S = 120.0
-
-STAND_IN = """
-import http.server, json, os, sys
-
-flags = dict(arg[2:].split("=", 1) for arg in sys.argv[1:] if "=" in arg)
-print("stand-in", json.loads(flags["kv-transfer-config"]), flush=True)
-print("nanobind: leaked 2 types!", flush=True)
-print(' - leaked type "some.Thing"', flush=True)
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(b'{"data": [{"id": "m"}]}')
-    def do_POST(self):
-        if flags.get("stand-in") == "dies-at-first-request":
-            print("out of [memory]", flush=True)
-            os._exit(7)
-        self.send_response(503)
-        self.end_headers()
-    def log_message(self, *_):
-        pass
-
-http.server.HTTPServer(("127.0.0.1", int(flags["port"])), Handler).serve_forever()
-"""
-
-
-class Up:
-    """One ``kvloom up`` in a process of its own."""
-
-    def __init__(self, process, ready):
-        self.process = process
-        self.ready = ready
-        self.said = []
-
-    def until(self, words):
-        """Read what it says until the words are there."""
-        for line in self.process.stderr:
-            self.said.append(line)
-            if words in line:
-                return
-        raise AssertionError(f"never said {words!r}:\n{''.join(self.said)}")
-
-    def told(self):
-        return json.loads(self.ready.read_text())
-
-    def kill_engine(self, index):
-        os.kill(self.told()["pids"][index], signal.SIGKILL)
-
-    def end(self, number=None):
-        """Send a signal, if any; the exit code."""
-        if number is not None:
-            self.process.send_signal(number)
-        self.said += self.process.stderr.readlines()
-        return self.process.wait()
-
-    @property
-    def text(self):
-        return "".join(self.said)
+from unit.stand_in_cluster import starter
 
 
 @pytest.fixture
 def up(tmp_path):
-    package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent, package.parent.parent):
-        (folder / "__init__.py").touch()
-    (package / "api_server.py").write_text(STAND_IN)
-    paths = [str(tmp_path / "path"), os.environ.get("PYTHONPATH", "")]
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "COLUMNS": "1000",
-        "TMPDIR": str(scratch),
-    }
-    ready = tmp_path / "ready.json"
-
-    @contextmanager
-    def start(*flags, ready=ready, model="m", variables=None):
-        command = [sys.executable, "-m", "kvloom_server", "up", f"--model={model}"]
-        command += [f"--ready-file={ready}", f"--log-dir={tmp_path / 'logs'}"]
-        with subprocess.Popen(
-            [*command, "--port=0", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env | (variables or {}),
-        ) as process:
-            # Only a test that fails gets here.
-            guard = threading.Timer(BOUND_S, process.kill)
-            guard.start()
-            try:
-                yield Up(process, ready)
-            finally:
-                guard.cancel()
-                if process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
-
-    return start
+    return starter(tmp_path)
 
 
 def test_ctrl_c_stops_a_cluster_that_is_well(up):
@@ -128,6 +23,19 @@ def test_ctrl_c_stops_a_cluster_that_is_well(up):
         assert cluster.end(signal.SIGINT) == 0
     assert "stopped\n" in cluster.text
     assert not cluster.ready.exists()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_terminal_that_is_gone_stops_the_cluster(up, tmp_path):
+    """A dropped connection leaves no ready file, no folder and no engine."""
+    with up() as cluster:
+        cluster.until("Ctrl-C stops")
+        pids = cluster.told()["pids"]
+        cluster.end(signal.SIGHUP)
+    assert not cluster.ready.exists()
+    assert list((tmp_path / "scratch").glob("kvloom-run-*")) == []
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -185,9 +93,9 @@ def test_without_a_decode_engine_the_cluster_stops(up):
 def test_an_engine_that_dies_at_its_first_request_fails_the_start(up):
     """The cluster was never up: no ready file, and the log's end as it was
     written, brackets and all."""
-    with up("--prefill-arg=--stand-in=dies-at-first-request") as cluster:
+    with up("--decode-arg=--stand-in=dies-at-first-request") as cluster:
         assert cluster.end() == 1
-    assert "engine p0 ended with exit code 7" in cluster.text
+    assert "engine d0 ended with exit code 7" in cluster.text
     assert "out of [memory]" in cluster.text
     assert not cluster.ready.exists()
 

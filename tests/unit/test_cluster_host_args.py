@@ -29,7 +29,8 @@ def transfer(command):
     return json.loads(value.removeprefix(flag))
 
 
-hosts = st.sampled_from(["127.0.0.1", "10.0.0.2", "gpu-1.internal", "fd00::2"])
+LOOPBACK = ["127.0.0.1", "127.0.0.2", "localhost", "::1"]
+hosts = st.sampled_from([*LOOPBACK, "10.0.0.2", "gpu-1.internal", "fd00::2"])
 engines = st.builds(
     HostEngine,
     role=st.sampled_from(Role),
@@ -66,14 +67,21 @@ def test_the_connector_and_the_router_take_what_is_printed(engine):
     assert settings.lease_port == engine.lease_port
     assert extra["backends"] == [engine.backend]
     assert settings.bidirectional_kv_xfer
-    assert (settings.lease_host == "127.0.0.1") == (engine.address == "127.0.0.1")
+    is_open = engine.address not in LOOPBACK
+    everywhere = "::" if ":" in engine.address else "0.0.0.0"
+    assert (settings.lease_host == everywhere) == is_open
+    assert settings.lets_in_everybody == engine.is_reachable == is_open
+    assert (f"--host={everywhere}" in engine.command()) == is_open
     option, value = engine.router_option().split(" ")
     assert option == f"--{engine.role}"
     spec = parse_engine(value)
     assert spec.lease_address is not None
     assert spec.lease_address.endswith(f":{engine.lease_port}")
     environment = engine.environment()
-    assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == engine.address
+    # What vLLM and the lease service listen on is what the others are told.
+    at = "127.0.0.1" if engine.address == "localhost" else engine.address
+    assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == at
+    assert spec.url.removeprefix("http://").startswith(f"[{at}]" if ":" in at else at)
     assert ("FI_PROVIDER" in environment) == (engine.backend is Backend.LIBFABRIC)
 
 
@@ -112,6 +120,20 @@ def test_the_command_prints_text_for_a_shell_and_json_for_programs():
     assert "--tensor-parallel-size=8" in told["command"]
 
 
+def test_the_router_is_told_of_every_rank():
+    """Of a data-parallel server; a rank that is a server of its own is one engine."""
+    flags = ["--role=decode", "--model=m", "--address=10.0.0.2", "--json"]
+    ranks = ["--engine-arg=--data-parallel-size", "--engine-arg=2"]
+    told = json.loads(run(*flags, *ranks).stdout)
+    at = "--decode http://10.0.0.2:8200,lease=tcp://10.0.0.2"
+    assert told["router_option"] == f"{at}:6600,rank=0 {at}:6601,rank=1"
+    options = told["router_option"].replace("--decode ", "").split(" ")
+    assert [parse_engine(option).rank for option in options] == [0, 1]
+    assert json.loads(run(*flags).stdout)["router_option"] == f"{at}:6600"
+    own = json.loads(run(*flags, *ranks, "--engine-arg=-dpn=3").stdout)
+    assert own["router_option"] == f"{at}:6603"
+
+
 def test_an_open_lease_service_is_warned_of():
     """Beyond loopback without a key; not with one, and not on loopback."""
     common = ["--role=prefill", "--model=m"]
@@ -120,6 +142,7 @@ def test_an_open_lease_service_is_warned_of():
     with_key = ("--address=10.0.0.1", "--cluster-key-file=/k")
     assert "note" not in run(*common, *with_key).stderr
     assert "note" not in run(*common).stderr
+    assert "note" not in run(*common, "--address=localhost").stderr
 
 
 @pytest.mark.parametrize(

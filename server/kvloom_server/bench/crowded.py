@@ -15,7 +15,7 @@ from typing import Final
 import aiohttp
 from rich.console import Console
 
-from kvloom_server.cluster.launch import detect_device
+from kvloom_server.cluster.machine import detect_device
 from kvloom_server.cluster.up import UpSettings, local_cluster
 
 from .counters import Counters, read_counters

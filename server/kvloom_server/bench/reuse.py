@@ -20,7 +20,7 @@ import aiohttp
 from rich.console import Console
 
 from kvloom_server.cluster.engine_args import Role
-from kvloom_server.cluster.launch import detect_device
+from kvloom_server.cluster.machine import detect_device
 from kvloom_server.cluster.ports import free_ports
 from kvloom_server.cluster.up import RunningCluster, UpSettings, local_cluster
 from kvloom_server.router import RouterServer

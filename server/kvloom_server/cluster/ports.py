@@ -2,6 +2,7 @@
 
 import random
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,15 @@ def check_free(port: int) -> None:
 def free_ports(count: int) -> list[int]:
     """``count`` different TCP ports that are free now, and likely to stay so.
 
+    Raises:
+        PortTakenError: there are not so many.
+    """
+    return free_runs([1] * count)
+
+
+def free_runs(lengths: Sequence[int]) -> list[int]:
+    """The first ports of runs of such lengths: free now, and likely to stay so.
+
     An engine binds its ports many seconds later. Until then the kernel hands
     ports of its ephemeral range to every connection on the machine, so these
     are from below it.
@@ -42,18 +52,31 @@ def free_ports(count: int) -> list[int]:
     Raises:
         PortTakenError: there are not so many.
     """
-    ports: list[int] = []
     below = range(FIRST_PORT, _first_ephemeral_port())
-    for port in random.sample(below, len(below)):
-        if len(ports) == count:
-            return ports
-        with socket.socket() as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        ports.append(port)
-    raise PortTakenError(f"no {count} free ports from {below.start} to {below.stop}")
+    shuffled = iter(random.sample(below, len(below)))
+    taken: set[int] = set()
+    firsts: list[int] = []
+    for length in lengths:
+        for first in shuffled:
+            run = range(first, first + length)
+            if taken.isdisjoint(run) and run[-1] in below and all(map(_is_free, run)):
+                break
+        else:
+            raise PortTakenError(
+                f"no {sum(lengths)} free ports from {below.start} to {below.stop}"
+            )
+        taken.update(run)
+        firsts.append(first)
+    return firsts
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _first_ephemeral_port() -> int:

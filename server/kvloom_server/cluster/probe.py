@@ -1,6 +1,7 @@
 """What a running engine says of itself, over HTTP and at its lease service."""
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -61,6 +62,7 @@ async def look_at(
     *,
     api_key: str | None = None,
     cluster_key: bytes | None = None,
+    tls: ssl.SSLContext | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> list[EngineView]:
     """Ask every engine, all at once.
@@ -69,11 +71,14 @@ async def look_at(
         engines: where they are.
         api_key: what vLLM was started with as ``--api-key``.
         cluster_key: what the lease services were started with.
+        tls: whom to believe at ``https://``; by default whom the machine does.
         timeout_s: how long each of an engine's answers may take.
     """
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(ssl=True if tls is None else tls)
+    async with aiohttp.ClientSession(
+        headers=bearer(api_key), timeout=timeout, connector=connector
+    ) as session:
         views = (
             _view(session, engine, cluster_key=cluster_key, timeout_s=timeout_s)
             for engine in engines
@@ -90,7 +95,7 @@ async def _view(
 ) -> EngineView:
     health = await _get(session, f"{engine.url}/health")
     version = await _ask(session, f"{engine.url}/version", _Version)
-    models = await _ask(session, f"{engine.url}/v1/models", _Models)
+    model = await model_at(session, engine.url)
     lease = None
     if engine.lease_address is not None:
         lease = await greet(
@@ -100,9 +105,20 @@ async def _view(
         url=engine.url,
         health=health if isinstance(health, Trouble) else None,
         version=version if isinstance(version, Trouble) else version.version,
-        model=models if isinstance(models, Trouble) else models.served(),
+        model=model,
         lease=lease,
     )
+
+
+async def model_at(session: aiohttp.ClientSession, url: str) -> str | Trouble:
+    """The name under which an engine serves its model."""
+    models = await _ask(session, f"{url}/v1/models", _Models)
+    return models if isinstance(models, Trouble) else models.served()
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The headers of who has this key."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 class _Version(msgspec.Struct):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 STOP_GRACE_S = 20.0
 _LOG_TAIL_LINES = 30
-# What libraries print at the end of any process, after what ended it.
+_LOG_TAIL_BYTES = 1 << 20
 # The last line of a traceback, with or without vLLM's prefix.
 _CAUSE = re.compile(r"(?:^|\] )[\w.]+(?:Error|Exception): ")
+# What libraries print at the end of any process, after what ended it.
 _NOISE = re.compile(
     r"nanobind: |nanobind\.readthedocs|resource_tracker"
     r"|- leaked \w+ |- \.\.\. skipped remainder"
@@ -26,15 +27,23 @@ class EngineProcess:
     Args:
         name: of the engine, for messages.
         log: file that gets everything the engine prints.
+        process: the group's first.
+        log_begin: length of the log when the engine was started.
     """
 
     def __init__(
-        self, name: str, log: Path, process: asyncio.subprocess.Process
+        self,
+        name: str,
+        log: Path,
+        process: asyncio.subprocess.Process,
+        *,
+        log_begin: int = 0,
     ) -> None:
         self.name = name
         self.log = log
         self._process = process
-        self._is_stopped = False
+        self._log_begin = log_begin
+        self._is_over = False
 
     @classmethod
     async def start(
@@ -49,6 +58,7 @@ class EngineProcess:
             *command,
         ]
         with log.open("ab") as out:
+            log_begin = os.fstat(out.fileno()).st_size
             process = await asyncio.create_subprocess_exec(
                 *leash,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -57,7 +67,7 @@ class EngineProcess:
                 env={**os.environ, **env},
                 start_new_session=True,
             )
-        return cls(name, log, process)
+        return cls(name, log, process, log_begin=log_begin)
 
     @property
     def pid(self) -> int:
@@ -69,17 +79,19 @@ class EngineProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Until it ends; its exit code."""
-        return await self._process.wait()
+        """Until it ends; its exit code. Nothing of its group is left then."""
+        exit_code = await self._process.wait()
+        self._end_group()
+        return exit_code
 
     def terminate(self) -> None:
         """Ask the whole group to end."""
-        self._signal(signal.SIGTERM)
+        if not self._is_over:
+            self._signal(signal.SIGTERM)
 
     async def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End the group, by force after ``grace_s`` or where this is cancelled."""
-        if self._is_stopped:
-            # Its number may be another group's by now.
+        if self._is_over:
             return
         try:
             if self.exit_code is None:
@@ -88,10 +100,18 @@ class EngineProcess:
         except TimeoutError:
             pass
         finally:
-            # The engine's own children too, had it left any.
-            self._is_stopped = True
-            self._signal(signal.SIGKILL)
+            self._end_group()
         await self._process.wait()
+
+    def _end_group(self) -> None:
+        """End the engine, and its own children too, had it left any.
+
+        Once, and as soon as its end is seen: its number may be another group's
+        later.
+        """
+        if not self._is_over:
+            self._is_over = True
+            self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         try:
@@ -105,8 +125,17 @@ class EngineProcess:
 
         Before them the first error in the log, which is the cause of the rest.
         """
-        lines = self.log.read_text(errors="replace").splitlines()
-        telling = [line for line in lines if not _NOISE.search(line)]
+        telling = [line for line in self._said() if not _NOISE.search(line)]
         tail = telling[-_LOG_TAIL_LINES:]
         cause = next((line for line in telling if _CAUSE.search(line)), None)
         return "\n".join(tail if cause is None or cause in tail else [cause, *tail])
+
+    def _said(self) -> list[str]:
+        """The last lines of this run; the log may hold others before it."""
+        with self.log.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            begin = max(self._log_begin, end - _LOG_TAIL_BYTES)
+            log.seek(begin)
+            lines = log.read(_LOG_TAIL_BYTES).decode(errors="replace").splitlines()
+        is_cut = begin > self._log_begin
+        return lines[1:] if is_cut else lines

@@ -2,71 +2,37 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from pydantic import SecretStr
 from rich.console import Console
 from rich.markup import escape
 
 from kvloom_server.logs import start_logging, stop_logging
 from kvloom_server.router import RouterServer
 from kvloom_server.said import plainly
-from kvloom_server.settings import EngineSpec, Returns, RouterSettings, Transfer
+from kvloom_server.settings import RouterSettings
 
 from . import model as bundled
+from .asked import UpSettings as UpSettings
 from .checks import check_model, is_from_hub, read_cluster_key
 from .console import StartDisplay, still
-from .engine_args import (
-    Connector,
-    Device,
-    EngineSlot,
-    ModelChoice,
-    Recipe,
-    Role,
-    gpus_each,
-)
-from .introduce import IntroductionError, introduce
-from .launch import Cluster, detect_device, plan_slots, served_model
+from .engine_args import Connector, Device, EngineSlot, ModelChoice, Recipe, Role
+from .front import key_file, router_of
+from .introduce import Introduction, IntroductionError, introduce, served_model
+from .launch import Cluster, plan_slots
+from .machine import detect_device
 from .ports import check_free
 
 DEFAULT_MODEL = "smollm2"
 """Served name of the bundled model."""
 HANG_UP_GRACE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpSettings:
-    """What ``kvloom up`` is asked for."""
-
-    port: int = 8000
-    num_prefill: int = 1
-    num_decode: int = 1
-    model: str | None = None
-    """A hub id or a folder; ``None``: the bundled model."""
-    returns: Returns = "on"
-    """When a turn's KV goes back to prefill."""
-    transfer: Transfer = "pull"
-    """How decode learns that a prompt's KV is ready."""
-    direct_tokens: int | None = None
-    """As in the router's settings; ``None`` leaves it to them."""
-    connector: Connector = Connector.KVLOOM
-    engine_args: tuple[str, ...] = ()
-    prefill_args: tuple[str, ...] = ()
-    decode_args: tuple[str, ...] = ()
-    has_dev_endpoints: bool = False
-    cluster_key_file: Path | None = None
-    """File with the key that engines and router share; ``None``: no key."""
-    log_dir: Path | None = None
-    """``None``: a temporary folder that stays, because its logs explain."""
-    start_timeout_s: float = 900.0
-
-    @property
-    def is_returning(self) -> bool:
-        return self.returns != "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +57,8 @@ class RunningCluster:
         """Where the engines' lease services listen; none without our connector."""
         if not self.has_leases:
             return []
-        return [slot.lease_address for slot in self.slots if slot.role is role]
+        own = (slot for slot in self.slots if slot.role is role)
+        return [address for slot in own for address in slot.lease_addresses]
 
     def as_json(self) -> dict[str, Any]:
         """What ``--ready-file`` gets."""
@@ -118,24 +85,68 @@ async def local_cluster(
         ModelUnavailableError: there is no such model, or the bundled one can't be
             prepared.
         ClusterKeyError: the cluster key is of no use.
-        ClusterError: an engine did not start.
+        ClusterError: an engine did not start, or what the variables say of the
+            router is of no use.
         PortTakenError: somebody else has the router's port.
     """
     check_free(settings.port)
     check_model(settings.model)
     cluster_key = read_cluster_key(settings.cluster_key_file)
-    display = StartDisplay(console)
     device = detect_device()
-    choice = await _choose_model(settings, display)
-    log_dir = settings.log_dir or Path(tempfile.mkdtemp(prefix="kvloom-logs-"))
-    log_dir.mkdir(parents=True, exist_ok=True)
-    console.print(f"logs: {log_dir}")
     slots = plan_slots(
         num_prefill=settings.num_prefill,
         num_decode=settings.num_decode,
         device=device,
-        gpus_each=gpus_each(settings.engine_args),
+        args_of=settings.args_of,
     )
+    wanted, router = router_of(settings, slots)
+    api_key = _secret(wanted.upstream_api_key)
+    choice = await _choose_model(settings, console)
+    log_dir = _log_dir(settings, console)
+    recipe = _recipe(settings, choice, device)
+    async with _engines(settings, slots, recipe, log_dir, console) as engines:
+        # The engines know best: a passed-through flag may have renamed it.
+        model = await engines.while_all_run(served_model(slots[0], api_key=api_key))
+        meet = partial(
+            introduce,
+            slots,
+            model=model,
+            is_returning=_is_returning(settings),
+            api_key=api_key,
+            cluster_key=cluster_key,
+        )
+        await engines.while_all_run(_introduced(meet, settings, console))
+        async with _serving(router, wanted, log_dir):
+            yield RunningCluster(
+                url=f"http://127.0.0.1:{router.port}",
+                slots=tuple(slots),
+                engines=engines,
+                model=model,
+                log_dir=log_dir,
+                has_leases=settings.connector is Connector.KVLOOM,
+            )
+
+
+def _secret(value: SecretStr | None) -> str | None:
+    return None if value is None else value.get_secret_value()
+
+
+def _log_dir(settings: UpSettings, console: Console) -> Path:
+    log_dir = settings.log_dir or Path(tempfile.mkdtemp(prefix="kvloom-logs-"))
+    log_dir.mkdir(parents=True, exist_ok=True)
+    console.print(f"logs: {log_dir}")
+    return log_dir
+
+
+@asynccontextmanager
+async def _engines(
+    settings: UpSettings,
+    slots: list[EngineSlot],
+    recipe: Recipe,
+    log_dir: Path,
+    console: Console,
+) -> AsyncIterator[Cluster]:
+    """Engines that serve; stopped at the end, wherever that comes."""
     if is_from_hub(settings.model):
         console.print(
             f"[yellow]note:[/] no folder is called {escape(str(settings.model))}, so "
@@ -143,56 +154,38 @@ async def local_cluster(
             "again for minutes (see the logs)",
             highlight=False,
         )
-    with display.engines(len(slots)) as bar:
-        cluster = Cluster(
-            slots,
-            _recipe(settings, choice, device),
-            log_dir=log_dir,
-            start_timeout_s=settings.start_timeout_s,
-            on_up=bar,
-        )
-        async with still(console, "engines load"):
-            await cluster.start()
-    try:
-        # The engines know best: a passed-through flag may have renamed it.
-        model = await cluster.while_all_run(served_model(slots[0].url))
-        await cluster.while_all_run(
-            _introduce(settings, slots, model, cluster_key, console)
-        )
-        async with _router(settings, slots, log_dir) as router:
-            yield RunningCluster(
-                url=f"http://127.0.0.1:{router.port}",
-                slots=tuple(slots),
-                engines=cluster,
-                model=model,
+    async with AsyncExitStack() as stack:
+        with StartDisplay(console).engines(len(slots)) as bar:
+            cluster = Cluster(
+                slots,
+                recipe,
                 log_dir=log_dir,
-                has_leases=settings.connector is Connector.KVLOOM,
+                start_timeout_s=settings.start_timeout_s,
+                on_up=bar,
             )
-    finally:
-        await cluster.stop()
+            stack.push_async_callback(cluster.stop)
+            async with still(console, "engines load"):
+                await cluster.start()
+        yield cluster
 
 
-async def _introduce(
+def _is_returning(settings: UpSettings) -> bool:
+    return settings.is_returning and settings.connector is Connector.KVLOOM
+
+
+async def _introduced(
+    meet: Callable[[], Awaitable[list[Introduction]]],
     settings: UpSettings,
-    slots: list[EngineSlot],
-    model: str,
-    cluster_key: bytes | None,
     console: Console,
 ) -> None:
-    is_ours = settings.connector is Connector.KVLOOM
-    if settings.is_returning and not is_ours:
+    if settings.is_returning and not _is_returning(settings):
         console.print(
             "[yellow]note:[/] returns are off: what vLLM's own connector returns is "
             "not verified, so this cluster does not use it",
             highlight=False,
         )
     try:
-        met = await introduce(
-            slots,
-            model=model,
-            is_returning=settings.is_returning and is_ours,
-            cluster_key=cluster_key,
-        )
+        met = await meet()
     except (IntroductionError, aiohttp.ClientError, TimeoutError) as error:
         note = f"no first exchange: {plainly(error)}"
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
@@ -207,10 +200,10 @@ async def _introduce(
         )
 
 
-async def _choose_model(settings: UpSettings, display: StartDisplay) -> ModelChoice:
+async def _choose_model(settings: UpSettings, console: Console) -> ModelChoice:
     if settings.model is not None:
         return ModelChoice(path=settings.model, served_name=settings.model)
-    with display.model() as bar:
+    with StartDisplay(console).model() as bar:
         folder = await asyncio.to_thread(bundled.prepare, progress=bar)
     return ModelChoice(
         path=str(folder),
@@ -221,7 +214,7 @@ async def _choose_model(settings: UpSettings, display: StartDisplay) -> ModelCho
 
 
 def _recipe(settings: UpSettings, choice: ModelChoice, device: Device) -> Recipe:
-    key_file = _key_file(settings)
+    path = key_file(settings)
     return Recipe(
         model=choice,
         device=device,
@@ -231,59 +224,23 @@ def _recipe(settings: UpSettings, choice: ModelChoice, device: Device) -> Recipe
         engine_args=settings.engine_args,
         prefill_args=settings.prefill_args,
         decode_args=settings.decode_args,
-        extra_config={} if key_file is None else {"cluster_key_file": str(key_file)},
+        extra_config={} if path is None else {"cluster_key_file": str(path)},
     )
-
-
-def _key_file(settings: UpSettings) -> Path | None:
-    """The cluster key's file for engines that have a lease service."""
-    if settings.cluster_key_file is None or settings.connector is Connector.STOCK:
-        return None
-    return settings.cluster_key_file.absolute()
-
-
-def router_settings(settings: UpSettings, slots: list[EngineSlot]) -> RouterSettings:
-    """The router's settings in front of these engines."""
-    has_leases = settings.connector is Connector.KVLOOM
-
-    def specs(role: Role) -> tuple[EngineSpec, ...]:
-        return tuple(
-            EngineSpec(url=s.url, lease_address=s.lease_address if has_leases else None)
-            for s in slots
-            if s.role is role
-        )
-
-    made = RouterSettings(
-        port=settings.port,
-        connector=settings.connector.value,
-        returns=settings.returns,
-        transfer=settings.transfer,
-        prefill=specs(Role.PREFILL),
-        decode=specs(Role.DECODE),
-        # Also where it is None: a variable that only the router reads would have
-        # it speak CURVE to engines that do not.
-        cluster_key_file=_key_file(settings),
-    )
-    if settings.direct_tokens is None:
-        return made
-    return made.model_copy(update={"direct_tokens": settings.direct_tokens})
 
 
 @asynccontextmanager
-async def _router(
-    settings: UpSettings, slots: list[EngineSlot], log_dir: Path
-) -> AsyncIterator[RouterServer]:
-    wanted = router_settings(settings, slots)
+async def _serving(
+    router: RouterServer, wanted: RouterSettings, log_dir: Path
+) -> AsyncIterator[None]:
     log = start_logging(
         level=wanted.log_level,
         log_format=wanted.log_format,
         path=log_dir / "router.log",
     )
     try:
-        router = RouterServer(wanted)
         await router.start()
         try:
-            yield router
+            yield
         finally:
             await router.stop()
     finally:
