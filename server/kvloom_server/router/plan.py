@@ -30,8 +30,7 @@ class FullError(Exception):
     """All engines that could do the turn are full; one will have room."""
 
 
-# What the map is made of has `gc=False`: trees that never change have no cycles, and
-# a look at a hundred thousand conversations would stop every stream.
+# `gc=False`: see ARCHITECTURE, "The garbage collector has nothing to look at".
 class Lease(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A finished turn's KV on a decode engine, as the router knows it."""
 
@@ -43,11 +42,9 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_provisional: bool = False
     """Whether its turn may have been broken off: it ends soon unless it is renewed."""
     answer: tuple[int, ...] | None = None
-    """The generated token ids: only as it is announced, and where they were
-    asked for."""
+    """The generated token ids, where they were asked for; only as it is announced."""
     counts: PromptCounts | None = None
-    """What became of the prompt: only as it is announced, and where decode did the
-    turn alone."""
+    """What became of a prompt that decode did alone; only as it is announced."""
 
     def __repr__(self) -> str:
         return f"Lease({self.lease_id} at {self.engine}, {self.num_tokens} tokens)"
