@@ -8,7 +8,7 @@ import pytest
 from kvloom_server.bench.processes import without_settings
 from kvloom_server.bench.rivals import (
     BLOCKS_TTL_S,
-    HANDLE_TTL_S,
+    SHORT_TTL_S,
     rival_command,
     stock_proxy_command,
     stock_settings,
@@ -79,8 +79,11 @@ def test_stock_engines_return_as_much_as_ours(role: Role) -> None:
 
 def test_handles_are_too_old_before_blocks_are() -> None:
     """As in vLLM's example: a handle is not used where decode may have let go."""
-    assert 0 < HANDLE_TTL_S < BLOCKS_TTL_S
-    assert f"--ttl={HANDLE_TTL_S}" in stock_proxy_command("p", "d", 1)
+    for ttl_s in (SHORT_TTL_S, BLOCKS_TTL_S):
+        command = stock_proxy_command("p", "d", 1, ttl_s=ttl_s)
+        assert f"--ttl={ttl_s * 450 / 480}" in command
+        (arg,) = stock_settings(Device.CPU, ttl_s=ttl_s).prefill_args
+        assert f'"decoder_kv_blocks_ttl": {ttl_s}' in arg
 
 
 def test_the_rival_has_program_scheduling_on() -> None:

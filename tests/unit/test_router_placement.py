@@ -1,6 +1,5 @@
 """Where a known conversation's turn goes, and what makes it go elsewhere."""
 
-import dataclasses
 from typing import Any
 
 from hypothesis import given
@@ -206,7 +205,7 @@ knowns = st.sampled_from(
         KNOWN,
         replace(KNOWN, prefill=None),
         replace(KNOWN, prefill="p1", leases=()),
-        replace(KNOWN, decode="d1", leases=(dataclasses.replace(LEASE, engine="d1"),)),
+        replace(KNOWN, decode="d1", leases=(replace(LEASE, engine="d1"),)),
     ]
 )
 

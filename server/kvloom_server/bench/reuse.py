@@ -5,12 +5,14 @@ way of returning in front of the same two, and each of them asked directly as on
 ordinary vLLM. A second pair, on the same cores and with the same flags, has vLLM's
 own connector, for *stock* and *rival* (see ``rivals.py``); a pair that idles takes a
 hundredth of a core. Each conversation is played by all of them, one after another,
-nothing else going on, in an order that turns with each conversation.
+nothing else going on, in an order that turns with each conversation; those of the stock
+pair come last, and before the next one what they leave there is waited for.
 
 *lost* means that prefill loses its prefix cache as soon as decode has begun each
 answer, as one that serves others has by the time the tool is done.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -34,7 +36,13 @@ from .processes import Processes, processes, without_settings
 from .results import Results
 from .reuse_aims import aim_rows
 from .reuse_rows import STOCK_ENGINES, PrefillCache, Variant, summary_rows
-from .rivals import rival_command, stock_proxy_command, stock_settings
+from .rivals import (
+    BLOCKS_TTL_S,
+    SHORT_TTL_S,
+    rival_command,
+    stock_proxy_command,
+    stock_settings,
+)
 from .talks import Talk
 from .traces import Replay
 from .ways import TIMEOUT, Contestant, EngineWay, NamedWay, RouterWay, StockWay
@@ -81,6 +89,11 @@ class Effort:
     def needs_stock(self) -> bool:
         """Whether the pair with vLLM's own connector is asked."""
         return not STOCK_ENGINES.isdisjoint(self.variants)
+
+    @property
+    def stock_ttl_s(self) -> int:
+        """How long stock engines keep the blocks of a turn that nobody reads."""
+        return BLOCKS_TTL_S if self.recorded else SHORT_TTL_S
 
     @property
     def num_steps(self) -> int:
@@ -181,7 +194,8 @@ async def measure(
         stock = None
         if effort.needs_stock:
             step("stock engines start")
-            theirs = local_cluster(stock_settings(detect_device()), console=console)
+            settings = stock_settings(detect_device(), ttl_s=effort.stock_ttl_s)
+            theirs = local_cluster(settings, console=console)
             stock = pair_of(await stack.enter_async_context(theirs))
         await measure_on(pair, results, effort, stock=stock, seed=seed, step=step)
 
@@ -221,7 +235,13 @@ async def measure_on(
         http = await stack.enter_async_context(aiohttp.ClientSession(timeout=TIMEOUT))
         started = await stack.enter_async_context(processes())
         others = await contestants_of(
-            http, pair, stock, effort.variants, stack, started
+            http,
+            pair,
+            stock,
+            effort.variants,
+            stack,
+            started,
+            ttl_s=effort.stock_ttl_s,
         )
         player = Player(
             http,
@@ -247,6 +267,8 @@ async def contestants_of(
     variants: Sequence[Variant],
     stack: AsyncExitStack,
     started: Processes,
+    *,
+    ttl_s: int = BLOCKS_TTL_S,
 ) -> dict[Variant, Contestant]:
     """Whoever serves the variants.
 
@@ -257,6 +279,7 @@ async def contestants_of(
         variants: but for *single*.
         stack: routers stop at its end.
         started: proxies stop at its end.
+        ttl_s: how long stock engines keep the blocks of a turn.
     """
     made: dict[Variant, Contestant] = {}
     for variant in variants:
@@ -269,7 +292,9 @@ async def contestants_of(
             )
         else:
             assert stock is not None, "the caller has started the stock pair"
-            made[variant] = await _stock_contestant(http, variant, stock, started)
+            made[variant] = await _stock_contestant(
+                http, variant, stock, started, ttl_s=ttl_s
+            )
     return made
 
 
@@ -278,12 +303,14 @@ async def _stock_contestant(
     variant: Variant,
     stock: EnginePair,
     started: Processes,
+    *,
+    ttl_s: int,
 ) -> Contestant:
     prefill, decode = stock.prefill.url, stock.decode.url
     port, metrics_port = free_ports(2)
     url = f"http://{LOOPBACK}:{port}"
     if variant is Variant.STOCK:
-        command = stock_proxy_command(prefill, decode, port)
+        command = stock_proxy_command(prefill, decode, port, ttl_s=ttl_s)
         way: StockWay | NamedWay = StockWay(http, url)
     else:
         command = rival_command(prefill, decode, (port, metrics_port))
@@ -298,17 +325,27 @@ async def _play_all(
     turned = 0
     for talk in talks(effort, seed=seed):
         for cache in CACHES:
+            if effort.needs_stock:
+                # Nobody pays for what stock engines still keep for the one before.
+                await asyncio.sleep(effort.stock_ttl_s + 0.5)
             # It has lost nothing in either case.
             step(f"{talk.name}: single")
             await player.play(talk, Variant.SINGLE, "kept", results)
-            for variant in _turned(effort.variants, turned):
+            for variant in _in_order(effort.variants, turned):
                 step(f"{talk.name}: {variant}, cache {cache}")
                 await player.play(talk, variant, cache, results)
             turned += 1
 
 
+def _in_order(variants: Sequence[Variant], by: int) -> list[Variant]:
+    """Those of one pair of engines after those of the other, the stock pair last.
+    Another one begins each time, so that no place in the order is anybody's."""
+    ours = [v for v in variants if v not in STOCK_ENGINES]
+    stock = [v for v in variants if v in STOCK_ENGINES]
+    return _turned(ours, by) + _turned(stock, by)
+
+
 def _turned(variants: Sequence[Variant], by: int) -> list[Variant]:
-    """Another one begins each time, so that no place in the order is anybody's."""
     first = by % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
 

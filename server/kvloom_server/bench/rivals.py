@@ -41,8 +41,12 @@ BLOCKS_TTL_S: Final = 20
 """How long stock's decode keeps a finished turn for its next one. vLLM's default of
 480 s would have the turns that nobody reads (*rival*'s, everybody's last) starve this
 small decode engine within a minute; tools here take a second or two."""
-HANDLE_TTL_S: Final = BLOCKS_TTL_S * 450 / 480
-"""The same share of it as in vLLM's example."""
+SHORT_TTL_S: Final = 6
+"""The same where the benchmark's own tools run, for 1.5 s at most. An engine that
+keeps blocks looks every millisecond whether they may go, on a core that others compute
+on: who plays next waits for the end of this."""
+HANDLE_SHARE: Final = 450 / 480
+"""How long vLLM's example keeps a handle, of the time that decode keeps its blocks."""
 CAPACITY_TOKENS: Final = 16_384
 """KV that *rival* may count on: what a CPU engine with one GiB has, at least."""
 
@@ -60,26 +64,31 @@ PROGRAMS: Final[dict[str, Any]] = {
 }
 
 
-def stock_settings(device: Device) -> UpSettings:
-    """The cluster of stock engines that both are put in front of."""
+def stock_settings(device: Device, *, ttl_s: int = BLOCKS_TTL_S) -> UpSettings:
+    """The cluster of stock engines that both are put in front of.
+
+    Args:
+        device: what the engines compute on.
+        ttl_s: how long decode keeps the blocks of a turn that is not read.
+    """
     return UpSettings(
         port=0,
         returns="off",  # of the cluster's own router, which nobody asks
         connector=Connector.STOCK,
         has_dev_endpoints=True,
-        prefill_args=(_transfer_arg(Role.PREFILL, device),),
+        prefill_args=(_transfer_arg(Role.PREFILL, device, ttl_s),),
         decode_args=(
-            _transfer_arg(Role.DECODE, device),
+            _transfer_arg(Role.DECODE, device, ttl_s),
             f"--middleware={ENGINE}.HandlesInStreams",
         ),
     )
 
 
-def _transfer_arg(role: Role, device: Device) -> str:
+def _transfer_arg(role: Role, device: Device, ttl_s: int) -> str:
     """Stands after the recipe's own, and so in its place."""
     extra: dict[str, Any] = {
         "bidirectional_kv_xfer": True,
-        "decoder_kv_blocks_ttl": BLOCKS_TTL_S,
+        "decoder_kv_blocks_ttl": ttl_s,
     }
     if device is Device.CPU:
         extra["kv_recompute_threshold"] = CPU_RECOMPUTE_THRESHOLD
@@ -93,8 +102,10 @@ def _transfer_arg(role: Role, device: Device) -> str:
     return f"--kv-transfer-config={json.dumps(config)}"
 
 
-def stock_proxy_command(prefill: str, decode: str, port: int) -> list[str]:
-    """Starts the proxy of *stock*."""
+def stock_proxy_command(
+    prefill: str, decode: str, port: int, *, ttl_s: int = BLOCKS_TTL_S
+) -> list[str]:
+    """Starts the proxy of *stock*, over engines that keep blocks for ``ttl_s``."""
     return [
         sys.executable,
         "-m",
@@ -102,7 +113,7 @@ def stock_proxy_command(prefill: str, decode: str, port: int) -> list[str]:
         f"--port={port}",
         f"--prefill={prefill}",
         f"--decode={decode}",
-        f"--ttl={HANDLE_TTL_S}",
+        f"--ttl={ttl_s * HANDLE_SHARE}",
     ]
 
 
