@@ -12,9 +12,14 @@ from kvloom_server.cluster.stop import StoppedError, StopSignal, until_stopped
 
 @pytest.fixture(autouse=True)
 def dispositions():
-    """Whatever is done to signals is undone."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
+    """As in a program of its own, whoever started this one (in the background it has
+    SIGINT ignored, under nohup SIGHUP). Whatever is done to signals is undone."""
+    usual = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {n: signal.signal(n, handler) for n, handler in usual.items()}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
