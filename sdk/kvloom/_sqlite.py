@@ -5,6 +5,7 @@ user, and only its owner may read it. Losing it costs time and nothing else.
 """
 
 import os
+import random
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,6 @@ from hashlib import blake2b
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Final
-
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random
 
 from ._forks import close_across_forks
 from ._history import History, Mark
@@ -293,14 +292,17 @@ def _opened(path: Path, timeout_s: float) -> sqlite3.Connection:
     return db
 
 
-def _while_others_open_it(timeout_s: float) -> Retrying:
-    """SQLite does not wait itself where two would change to the same journal."""
-    return Retrying(
-        retry=retry_if_exception_type(sqlite3.OperationalError),
-        stop=stop_after_delay(timeout_s),
-        wait=wait_random(0.001, 0.01),
-        reraise=True,
-    )
+def _change_to_wal(db: sqlite3.Connection, timeout_s: float) -> None:
+    """Tried again, because SQLite does not wait itself where two would do it."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            db.execute("pragma journal_mode = wal")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(random.uniform(0.001, 0.01))
 
 
 def _is_foreign(db: sqlite3.Connection) -> bool:
@@ -322,9 +324,7 @@ def _prepare(db: sqlite3.Connection, path: Path, timeout_s: float) -> None:
             f"{path.name} is a database of something else: give the store of "
             "handles a file of its own"
         )
-    for attempt in _while_others_open_it(timeout_s):
-        with attempt:
-            db.execute("pragma journal_mode = wal")
+    _change_to_wal(db, timeout_s)
     # A crash of the machine may cost the last handles, never the file.
     db.execute("pragma synchronous = normal")
     db.execute("begin immediate")

@@ -92,6 +92,19 @@ class Up:
         return "".join(self.said)
 
 
+@contextmanager
+def in_the_foreground():
+    """What starts within is as in a terminal, also where the tests themselves run in
+    the background or under nohup, with signals ignored that a child inherits."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {n: signal.signal(n, handler) for n, handler in usual.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def starter(tmp_path):
     """What starts ``kvloom up`` for the time of a block."""
     package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
@@ -114,12 +127,14 @@ def starter(tmp_path):
     def start(*flags, ready=ready, model="m", variables=None):
         command = [sys.executable, "-m", "kvloom_server", "up", f"--model={model}"]
         command += [f"--ready-file={ready}", f"--log-dir={tmp_path / 'logs'}"]
-        with subprocess.Popen(
-            [*command, "--port=0", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env | (variables or {}),
-        ) as process:
+        with in_the_foreground():
+            started = subprocess.Popen(
+                [*command, "--port=0", *flags],
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env | (variables or {}),
+            )
+        with started as process:
             # Only a test that fails gets here.
             guard = threading.Timer(BOUND_S, process.kill)
             guard.start()
