@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from threading import Lock, get_ident
+from threading import Lock
 from typing import Final
 
-from ._forks import close_across_forks
+from ._fork_gate import GateClosedError, fork_gate
 from ._history import History, Mark
 from ._store import HANDLE_TTL_S, HandleStoreError, StoredHandle, StoreKey, best_of
 
@@ -83,10 +83,9 @@ class SQLiteStore:
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
         self._clock = clock
-        self._parents: list[_Link] = []
+        self._link = _Link(self._path, self._timeout_s)
         with _as_store_error(self._path):
-            self._link = _Link(self._path, self._timeout_s)
-        close_across_forks(self)
+            self._link.open()
 
     def __repr__(self) -> str:
         return f"SQLiteStore({self._path.name!r})"
@@ -136,17 +135,8 @@ class SQLiteStore:
 
     def close(self) -> None:
         """Closes the file. A store that is used again opens it again."""
-        if self._link.pid == os.getpid():  # else it is our parent's to close
+        with suppress(GateClosedError):  # else it is our parent's to close
             self._link.close()
-
-    def before_fork(self) -> None:
-        """Closes the file: SQLite would take its locks for the child's own, which they
-        are not, and go on with a log that others remove once the parent is gone."""
-        self._link.rest()
-
-    def after_fork(self) -> None:
-        """The file may be opened again."""
-        self._link.go_on()
 
     def check_integrity(self) -> None:
         """Asserts what holds between any two calls."""
@@ -163,18 +153,11 @@ class SQLiteStore:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Alone with the file: all of the block happens, or nothing."""
         try:
-            with _as_store_error(self._path), self._own_link().transaction() as db:
+            with _as_store_error(self._path), self._link.transaction() as db:
                 yield db
         except _ForeignFileError as error:
             # The file was right when the store was made: the turn goes on without.
             raise HandleStoreError(str(error)) from error
-
-    def _own_link(self) -> "_Link":
-        if self._link.pid != os.getpid():
-            # A connection must not cross a fork, nor be closed on the other side.
-            self._parents.append(self._link)
-            self._link = _Link(self._path, self._timeout_s)
-        return self._link
 
 
 class _Link:
@@ -186,16 +169,18 @@ class _Link:
     """
 
     def __init__(self, path: Path, timeout_s: float) -> None:
-        self.pid = os.getpid()
         self._path = path
         self._timeout_s = timeout_s
+        self._gate = fork_gate()
         self._lock = Lock()
-        self._resting_for: int | None = None
-        """The thread that has it closed while it forks."""
         self._waits_from = 0.0
         self._db: sqlite3.Connection | None = None
         self._file: tuple[int, int] | None = None
-        self._open(timeout_s)
+
+    def open(self) -> None:
+        """Open the file, or make it."""
+        with self._alone():
+            self._open(self._timeout_s)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -209,30 +194,24 @@ class _Link:
                     db.execute("rollback")
 
     def close(self) -> None:
-        with self._lock:
-            self._close()
+        with self._gate.at_work(self, self._timeout_s), self._lock:
+            self.rest()
 
     def rest(self) -> None:
-        """Close, and let nobody open it until :meth:`go_on`."""
-        # A thread that is at work for longer keeps it; the fork is not held up.
-        if self._lock.acquire(timeout=self._timeout_s):
-            self._resting_for = get_ident()
-            self._close()
-
-    def go_on(self) -> None:
-        """After :meth:`rest`, by the same thread."""
-        if self._resting_for == get_ident():
-            self._resting_for = None
-            self._lock.release()
+        """Close, when nobody else is at work."""
+        db, self._db = self._db, None
+        if db is not None:
+            db.close()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        if not self._lock.acquire(timeout=self._timeout_s):
-            raise sqlite3.OperationalError("other threads are waiting for it")
-        try:
-            yield
-        finally:
-            self._lock.release()
+        with self._gate.at_work(self, self._timeout_s):
+            if not self._lock.acquire(timeout=self._timeout_s):
+                raise sqlite3.OperationalError("other threads are waiting for it")
+            try:
+                yield
+            finally:
+                self._lock.release()
 
     def _begun(self) -> sqlite3.Connection:
         """The connection, with a transaction that has begun."""
@@ -252,18 +231,13 @@ class _Link:
         """The connection to the file that is at the path now."""
         if self._db is not None and self._file == _identity(self._path):
             return self._db
-        self._close()
+        self.rest()
         return self._open(limit_s)
 
     def _open(self, limit_s: float) -> sqlite3.Connection:
         db = self._db = _opened(self._path, limit_s)
         self._file = _identity(self._path)
         return db
-
-    def _close(self) -> None:
-        db, self._db = self._db, None
-        if db is not None:
-            db.close()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -276,11 +250,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _opened(path: Path, timeout_s: float) -> sqlite3.Connection:
-    # Made here, so that nobody else may read it; SQLite's other files follow it.
-    # Never one that is there: closing it would end the locks that this process's other
-    # stores have on it (POSIX), and others would remove the log that these write to.
+    # Made here, so that nobody else may read it, where a link leads, too; SQLite's
+    # other files follow it. Never one that is there: closing it would end the locks
+    # that this process's other stores have on it (POSIX), and others would remove the
+    # log that these write to.
+    target = os.path.realpath(path)
     with suppress(FileExistsError):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     db = sqlite3.connect(
         path, timeout=timeout_s, isolation_level=None, check_same_thread=False
     )
@@ -338,7 +314,7 @@ def _prepare(db: sqlite3.Connection, path: Path, timeout_s: float) -> None:
 def _as_store_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, GateClosedError) as error:
         raise HandleStoreError(
             f"the store of handles {path.name} cannot be used: {error}"
         ) from error

@@ -7,13 +7,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 
 import pytest
 from hypothesis import settings
 from unit.test_sdk_store import KEY, StoreMachine, _history, _in_a_child, _stored
 
-from kvloom import HandleStore, HandleStoreError, SQLiteStore
+from kvloom import HandleStore, HandleStoreError, SQLiteStore, _fork_gate
 from kvloom._store import HANDLE_TTL_S
 
 
@@ -129,7 +129,7 @@ def test_a_forked_worker_uses_a_connection_of_its_own(path: Path) -> None:
 
 
 def test_a_forked_worker_closes_nothing_of_its_parents(path: Path) -> None:
-    """Nor does it wait for a thread that was at work in the store: there is none."""
+    """Each has a connection of its own, and closes that one."""
     store = SQLiteStore(path)
     store.put(KEY, _stored("parent", "a"))
 
@@ -139,10 +139,90 @@ def test_a_forked_worker_closes_nothing_of_its_parents(path: Path) -> None:
         store.close()
         return True
 
-    with store._link._lock:
-        assert _in_a_child(is_right)
+    assert _in_a_child(is_right)
     assert store.pop(KEY, _history("a", "b"), now=0) == "child"
     assert store.pop(KEY, _history("a"), now=0) == "parent"
+    store.close()
+
+
+def _is_refused(store: SQLiteStore) -> bool:
+    try:
+        store.put(KEY, _stored("child", "a"))
+    except HandleStoreError as error:
+        return "forked while its parent was writing" in str(error)
+    return False
+
+
+def test_a_worker_forked_in_the_middle_of_a_write_touches_no_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork has waited for the thread that writes, as long as it may. The worker's
+    turns go on without handles, and so do those of its own workers; the parent's are
+    as before."""
+    monkeypatch.setattr(_fork_gate, "FORK_WAIT_S", 0.01)
+    store = SQLiteStore(path)
+    is_writing, may_end = Event(), Event()
+
+    def write() -> None:
+        with store._transaction() as db:
+            db.execute("update handles set handle = 'changed'")
+            is_writing.set()
+            may_end.wait()
+
+    store.put(KEY, _stored("parent", "a"))
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        is_writing.wait()
+        try:
+            assert _in_a_child(
+                lambda: _is_refused(store) and _in_a_child(lambda: _is_refused(store))
+            )
+        finally:
+            may_end.set()
+        writing.result()
+    assert store.pop(KEY, _history("a"), now=0) == "changed"
+    store.close()
+
+
+def test_forks_beside_threads_at_work_harm_nothing(tmp_path: Path) -> None:
+    """Stores that are just being made, used and closed: every child can use one that
+    it has from its parent, and the file is whole."""
+    path = tmp_path / "shared.sqlite"
+    store = SQLiteStore(path, timeout_s=30)
+    is_over = Event()
+
+    def make(own: Path) -> None:
+        while not is_over.is_set():
+            SQLiteStore(path, timeout_s=30).close()
+            SQLiteStore(own, timeout_s=30).close()
+
+    def is_right() -> bool:
+        store.put(KEY, _stored("child", "a"))
+        return store.pop(KEY, _history("a"), now=0) == "child"
+
+    with ThreadPoolExecutor(2) as pool:
+        makers = [pool.submit(make, tmp_path / f"{n}.sqlite") for n in range(2)]
+        try:
+            assert all(_in_a_child(is_right) for _ in range(40))
+        finally:
+            is_over.set()
+        for maker in makers:
+            maker.result()
+    store.close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("pragma integrity_check").fetchall() == [("ok",)]
+    db.close()
+
+
+def test_a_store_behind_a_link_is_its_owners_alone(tmp_path: Path) -> None:
+    """Also where the link leads to a file that is not there yet."""
+    target, link = tmp_path / "there.sqlite", tmp_path / "here.sqlite"
+    link.symlink_to(target)
+    store = SQLiteStore(link)
+    store.put(KEY, _stored("h", "a"))
+    files = [path for path in tmp_path.iterdir() if not path.is_symlink()]
+    assert target in files
+    assert {path.stat().st_mode & 0o077 for path in files} == {0}
     store.close()
 
 
