@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kvloom_server.cluster.flags import (
+    SHORTEST,
     Ranks,
     api_key,
     flag_value,
@@ -34,6 +35,14 @@ WRITTEN = [
     ["--api_key=one", "--api-key=two"],
     ["--enforce-eager", "--kv-cache-memory-bytes", "2g"],
     ["--gpu_memory_utilization=0.5"],
+    ["-dp", "4", "-dpr", "2"],
+    ["-tp", "+2"],
+    ["-tp= 2"],
+    *(
+        [f"{short}={'0.5' if short == '--gp' else '2'}"]
+        for flag, short in SHORTEST.items()
+        if flag != "--data-parallel-rank"
+    ),
 ]
 VLLM = """
 import json, sys
@@ -49,7 +58,7 @@ for flags in json.loads(sys.argv[1]):
     gpus = a.tensor_parallel_size * a.pipeline_parallel_size * count
     told.append([
         gpus * a.prefill_context_parallel_size,
-        [a.data_parallel_start_rank or 0, count],
+        [(a.data_parallel_start_rank or 0) if local else 0, count],
         a.api_key[0] if a.api_key else None,
         a.kv_cache_memory_bytes is not None or
         a.gpu_memory_utilization != parser.get_default("gpu_memory_utilization"),
@@ -77,6 +86,12 @@ def test_flags_mean_what_they_mean_to_vllm():
             sizes_memory(flags),
         ]
         assert ours == expected, flags
+
+
+def test_a_server_has_a_rank_at_least():
+    """None of its own, or a number that vLLM refuses: it has a port all the same."""
+    assert ranks_of(["-dp", "0"]) == Ranks()
+    assert ranks_of(["-dp", "4", "-dpl", "0"]) == Ranks()
 
 
 @pytest.mark.parametrize(

@@ -205,14 +205,14 @@ async def test_a_name_that_does_not_resolve_keeps_its_engines(
 async def test_an_engine_with_addresses_of_both_families_is_one_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two pods, each with two addresses: those that the system prefers count."""
-    pods = DnsSpec(host="pods", port=80)
-    heard = Heard(pods)
+    """Two pods, each with two addresses: those that vLLM listens on count, whichever
+    the system prefers; IPv6 where there is nothing else."""
+    pods, new = (DnsSpec(host=host, port=80) for host in ("pods", "new"))
+    heard = Heard(pods, new)
 
     async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
-        del host
         six = [(f"fd00::{n}", port, 0, 0) for n in (1, 2)]
-        four = [(f"10.0.0.{n}", port) for n in (1, 2)]
+        four = [(f"10.0.0.{n}", port) for n in (1, 2) if host == "pods"]
         return [(socket.AF_INET6, 0, 0, "", where) for where in six] + [
             (socket.AF_INET, 0, 0, "", where) for where in four
         ]
@@ -220,7 +220,8 @@ async def test_an_engine_with_addresses_of_both_families_is_one_engine(
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     source = DnsSource(roster=heard, interval_s=600.0)  # type: ignore[arg-type]
     await source.look()
-    assert heard.found == [{pods: ["fd00::1", "fd00::2"]}]
+    both = {pods: ["10.0.0.1", "10.0.0.2"], new: ["fd00::1", "fd00::2"]}
+    assert heard.found == [both]
     assert pods.at("fd00::1").url == "http://[fd00::1]:80"
 
 

@@ -8,20 +8,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+SHORTEST: Final = {
+    "--api-key": "--api-k",
+    "--data-parallel-rank": "--data-parallel-ra",
+    "--data-parallel-size-local": "--data-parallel-size-",
+    "--data-parallel-start-rank": "--data-parallel-st",
+    "--gpu-memory-utilization": "--gp",
+    "--kv-cache-memory-bytes": "--kv-cache-mem",
+    "--pipeline-parallel-size": "--pi",
+    "--prefill-context-parallel-size": "--prefill-c",
+    "--tensor-parallel-size": "--te",
+}
+"""How little of a flag means it and no other one; a test asks vLLM's parser."""
+_SHORT: Final = {
+    flag[:length]: flag
+    for flag, shortest in SHORTEST.items()
+    for length in range(len(shortest), len(flag))
+}
+
 
 def flag_value(args: Sequence[str], *names: str) -> str | None:
     """What a flag is given, in one word or in two; the last time counts.
 
     Args:
         args: vLLM's, as on its command line.
-        names: of the flag, with dashes; vLLM also takes underscores.
+        names: of the flag, with dashes; vLLM also takes underscores, and what only
+            one of its flags begins with.
     """
     value = None
     for number, arg in enumerate(args):
         name, equals, text = arg.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-        if name not in names:
+        if _SHORT.get(name, name) not in names:
             continue
         following = args[number + 1 : number + 2]
         value = text if equals else "".join(f for f in following if f[:1] != "-")
@@ -63,9 +82,13 @@ def ranks_of(args: Sequence[str]) -> Ranks:
     if own is not None and own.isdecimal():
         return Ranks(first=int(own))
     size = _number(args, "--data-parallel-size", "-dp")
-    count = _number(args, "--data-parallel-size-local", "-dpl", default=size)
+    if flag_value(args, "--data-parallel-size-local", "-dpl") is None:
+        # vLLM then has all ranks, whatever the number of the first is said to be.
+        return Ranks(count=max(size, 1))
+    count = _number(args, "--data-parallel-size-local", "-dpl")
     first = _number(args, "--data-parallel-start-rank", "-dpr", default=0)
-    return Ranks(first=first, count=count)
+    # With none of them a server only hands requests on, from a port of its own.
+    return Ranks(first=first, count=max(count, 1))
 
 
 def gpus_each(args: Sequence[str]) -> int:
@@ -86,5 +109,7 @@ _SPLITTING: Final = (
 
 def _number(args: Sequence[str], *names: str, default: int = 1) -> int:
     """What is no number is left to vLLM to refuse."""
-    value = flag_value(args, *names)
-    return int(value) if value is not None and value.isdecimal() else default
+    try:
+        return max(int(flag_value(args, *names) or ""), 0)
+    except ValueError:
+        return default

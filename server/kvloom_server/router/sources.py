@@ -146,11 +146,13 @@ class DnsSource:
                 log.warning("event=name_not_resolved name=%s: %s", spec.host, why)
             return []
         self._complaints.pop(spec, None)
-        # An engine with addresses of both families is one engine; those that the
-        # system prefers come first.
-        return [
-            str(address[0]) for family, *_, address in infos if family == infos[0][0]
-        ]
+        # An engine with addresses of both families is one engine, and vLLM listens on
+        # IPv4 unless it is told otherwise.
+        four, six = (
+            [str(address[0]) for family, *_, address in infos if family == wanted]
+            for wanted in (socket.AF_INET, socket.AF_INET6)
+        )
+        return four or six
 
 
 class Sources:
