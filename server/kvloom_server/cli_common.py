@@ -61,9 +61,11 @@ def plain_errors() -> Iterator[None]:
         EnginesFileError,
         SettingsFileError,
         TracingUnavailableError,
-        OSError,
     ) as error:
         _fail(str(error))
+    except OSError as error:
+        # Where it names no file its words do without the number.
+        _fail(str(error) if error.filename else error.strerror or str(error))
 
 
 def _fail(text: str) -> None:

@@ -38,13 +38,15 @@ async def show_status(
 
     Args:
         console: where to.
-        url: the router's root.
+        url: the router's address, also as clients or browsers have it: without the
+            scheme, with ``/v1`` or ``/kvloom/``.
         key: an admin key, where the router asks for one.
         is_watching: redraw every :data:`WATCH_S`.
 
     Raises:
         StatusError: there is no router at ``url``, or it wants another key.
     """
+    url = root_of(url)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession(headers=headers, timeout=TIMEOUT) as session:
         scene = await _scene(session, url)
@@ -55,6 +57,12 @@ async def show_status(
             while True:
                 await asyncio.sleep(WATCH_S)
                 live.update(drawn(await _scene(session, url), url))
+
+
+def root_of(url: str) -> str:
+    """The router's root, of any address that is known for it."""
+    whole = url if "://" in url else f"http://{url}"
+    return whole.rstrip("/").removesuffix("/kvloom").removesuffix("/v1").rstrip("/")
 
 
 async def _scene(session: aiohttp.ClientSession, url: str) -> Json:

@@ -200,6 +200,26 @@ async def test_nothing_private_is_logged(caplog: pytest.LogCaptureFixture) -> No
             assert each not in text
 
 
+async def test_engines_that_nobody_reaches_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong address shows in the log, once, with the address; so does each turn that
+    nobody could have."""
+    caplog.set_level(logging.WARNING, logger="kvloom_server")
+    async with staged() as stage:
+        server = stage.cluster.decode[0]
+        await server.kill()
+        await stage.restart_router()
+        told = f"engine=d0 event=down at={server.url}"
+        at_start = caplog.messages.count(told)
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError):
+                await stage.turn(opening())
+        lines = caplog.messages
+    assert lines.count(told) == at_start > 0
+    assert sum("event=refused" in line for line in lines) == 2
+
+
 async def test_engines_get_their_own_key_and_never_the_clients() -> None:
     """A client's key stops at the router."""
     async with staged(settings={"upstream_api_key": "engine-key-1"}) as stage:

@@ -54,6 +54,22 @@ async def test_without_a_router_it_says_how_to_get_one() -> None:
             await show_status(Console(), engine, key=None, is_watching=False)
 
 
+async def test_any_address_of_the_router_will_do() -> None:
+    """As clients have it, as a browser has it, or without the scheme."""
+    async with staged() as stage:
+        url = stage.router.url
+        for form in (
+            url,
+            f"{url}/",
+            f"{url}/v1",
+            f"{url}/kvloom/",
+            url[len("http://") :],
+        ):
+            console = Console(file=io.StringIO(), width=140)
+            await show_status(console, form, key=None, is_watching=False)
+            assert "No turns lately" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 async def command(stage: Stage, *options: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvloom_server", "status"),

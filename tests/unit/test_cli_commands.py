@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import re
+import socket
 import ssl
 import threading
 from contextlib import contextmanager
@@ -202,6 +203,17 @@ def test_a_file_of_no_use_is_one_sentence(tmp_path, arguments, variables, said):
     assert last.startswith("error: ")
     assert "Traceback" not in done.output
     assert "secret" not in last
+
+
+def test_a_port_that_is_taken_is_one_sentence():
+    """Which, and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("serve", f"--port={port}", "--decode=http://127.0.0.1:1")
+    assert done.exit_code == 1
+    last = done.output.splitlines()[-1]
+    assert f"error: 127.0.0.1, port {port}, can't be listened on" in last
+    assert "Errno" not in done.output
 
 
 def test_help_names_what_an_operator_sets():

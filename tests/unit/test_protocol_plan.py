@@ -109,6 +109,7 @@ def test_the_words_on_the_wire_never_change():
     assert {"off", "lazy"} <= {mode.value for mode in ReturnMode}
     assert {
         "first_turn",
+        "no_lease",
         "no_conversation",
         "returns_off",
         "lease_held",

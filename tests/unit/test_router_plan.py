@@ -101,7 +101,8 @@ def test_an_expired_handle_falls_back_to_a_live_lease() -> None:
         (TURN, known(lost=Reason.LEASE_GONE), Reason.LEASE_GONE),
         (TURN, known(lost=Reason.ENGINE_GONE), Reason.ENGINE_GONE),
         (replace(TURN, has_handle=True), None, Reason.LEASE_GONE),
-        (TURN, known(), Reason.FIRST_TURN),
+        (TURN, None, Reason.FIRST_TURN),
+        (TURN, known(), Reason.NO_LEASE),
     ],
 )
 def test_a_cold_turn_says_why(

@@ -62,7 +62,9 @@ class Reason(StrEnum):
     """Why the router chose the plan, or why a planned return did not happen."""
 
     FIRST_TURN = "first_turn"
-    """No lease is known for this conversation."""
+    """The conversation is not known."""
+    NO_LEASE = "no_lease"
+    """It is known, and the turn before left no lease."""
     NO_CONVERSATION = "no_conversation"
     """The request names no conversation."""
     RETURNS_OFF = "returns_off"

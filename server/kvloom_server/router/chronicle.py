@@ -65,6 +65,7 @@ class Chronicle:
     def refused(self) -> None:
         """A turn could not begin: no engine may have it."""
         self.trend.refuse(self._wall_clock())
+        log.warning("event=refused: no engine may have the turn; GET /health says why")
 
     def underway(self) -> list[Underway]:
         """The turns that have begun and not ended, oldest first."""

@@ -255,11 +255,8 @@ class Engines:
             listener()
 
     def failed(self, engine: Engine, error: UpstreamError) -> None:
-        """A request to the engine failed.
-
-        One that can't be reached is out at once, until it is healthy again;
-        one that broke off is looked at.
-        """
+        """A request to the engine failed. One that can't be reached is out at once,
+        until it is healthy again; one that broke off is looked at."""
         if isinstance(error, UnreachableError):
             self._set(engine, is_healthy=False)
         self._look_again.set()
@@ -363,13 +360,14 @@ class Engines:
         return response.status, await read_all(response)
 
     def _set(self, engine: Engine, *, is_healthy: bool) -> None:
-        if engine.standing.is_healthy == is_healthy:
+        if not engine.standing.found(is_healthy=is_healthy):
             return
-        engine.standing.is_healthy = is_healthy
-        if not is_healthy:
+        if is_healthy:
+            log.info("engine=%s event=up", engine.name)
+        else:
             # Its next life may have another service, or none.
             engine.pulse.forget()
-        log.info("engine=%s event=%s", engine.name, "up" if is_healthy else "down")
+            log.warning("engine=%s event=down at=%s", engine.name, engine.spec.url)
         for listener in self.on_change:
             listener(engine)
         if is_healthy:

@@ -17,9 +17,8 @@ from .estimate import START_THRESHOLD, Load, Rates
 from .placement import Candidate, Place, Scene, placed
 
 LOAD_SLACK: Final = 1.25
-"""A prefill engine may hold this many times its fair share of the requests in
-flight before a shared prefix goes elsewhere (consistent hashing with bounded
-loads)."""
+"""A prefill engine may hold so many times its fair share of the requests before
+a shared prefix goes elsewhere (consistent hashing with bounded loads)."""
 
 
 class NoEngineError(Exception):
@@ -320,17 +319,18 @@ def _lease_to_use(
         return None, Reason.ENGINE_GONE
     if known or turn.has_handle:
         return None, (conversation and conversation.lost) or Reason.LEASE_GONE
-    return None, (conversation and conversation.lost) or Reason.FIRST_TURN
+    if conversation is None:
+        return None, Reason.FIRST_TURN
+    return None, conversation.lost or Reason.NO_LEASE
 
 
 def _leases(turn: Turn, conversation: Conversation | None) -> list[Lease]:
     """Leases in order of preference: the client's own, those that the turn certainly
     goes on from, least new first, then the newest."""
-    offered = [turn.offered] if turn.offered else []
     held = conversation.leases if conversation else ()
     # A stable order: those of which nothing is certain stay newest first.
     ranked = sorted(held, key=lambda lease: turn.news.get(lease.lease_id, math.inf))
-    return [*offered, *ranked]
+    return [turn.offered, *ranked] if turn.offered else ranked
 
 
 def _decode_for(

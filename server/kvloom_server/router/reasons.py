@@ -60,6 +60,14 @@ _MEANINGS: Final = (
         text="The conversation's first turn: there was no history to reuse.",
     ),
     Meaning(
+        cause=Reason.NO_LEASE,
+        bearing=Bearing.MISSED,
+        text="The turn before left no lease: its history was shorter than a block of "
+        "the KV cache, it was broken off, or it is not over yet.",
+        advice="Where histories are long and clients stay: see with kvloom doctor "
+        "--engine that decode has kvloom's connector.",
+    ),
+    Meaning(
         cause=Reason.NO_CONVERSATION,
         bearing=Bearing.MISSED,
         text="The request names no conversation, so nothing could be looked up.",

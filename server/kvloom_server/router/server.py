@@ -197,13 +197,24 @@ def _bound(settings: RouterSettings) -> socket.socket:
             # else keep what is buffered for it, and its connection, for ever.
             idle_ms = math.ceil(settings.client_idle_timeout_s * 1000)
             listening.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, idle_ms)
-        listening.bind((settings.host, settings.port))
+        _bind(listening, settings.host, settings.port)
         listening.listen(BACKLOG)
         listening.setblocking(False)
     except BaseException:
         listening.close()
         raise
     return listening
+
+
+def _bind(listening: socket.socket, host: str, port: int) -> None:
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{host}, port {port}, can't be listened on ({error.strerror}): choose "
+            "others with --host and --port, or --port=0 for any port that is free",
+        ) from error
 
 
 _USER_TIMEOUT: Final[int | None] = getattr(socket, "TCP_USER_TIMEOUT", None)

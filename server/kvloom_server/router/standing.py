@@ -29,9 +29,16 @@ class Standing:
     def __init__(self, *, threshold: int = FAILURES_TO_REST) -> None:
         """``threshold``: failures in a row that let it rest."""
         self.is_healthy = False
+        self._is_seen = False
         self.is_hung = False
         self.is_draining = False
         self.breaker = Breaker(threshold=threshold)
+
+    def found(self, *, is_healthy: bool) -> bool:
+        """A look at it found this; whether that is news."""
+        is_news = not self._is_seen or self.is_healthy != is_healthy
+        self._is_seen, self.is_healthy = True, is_healthy
+        return is_news
 
     def condition(self, now: float) -> Condition:
         """The state at ``now``."""
