@@ -186,8 +186,8 @@ class RouterApp:
                 return own
             raise BadRequestError(
                 f"There is no {path} here: this router serves "
-                f"{', '.join(self._routes)}, and what else is part of the "
-                "engines' API",
+                f"{', '.join(self._routes)}, its page {OPERATOR_ROOT}/, and what "
+                "else is part of the engines' API",
                 code="unknown_path",
                 status=404,
             )
