@@ -198,5 +198,8 @@ def test_make_and_ci_run_what_the_readme_says() -> None:
     """`make demo` is `kvloom demo`, and CI runs `make check` and `make test`."""
     makefile = (ROOT / "Makefile").read_text()
     assert "$(BIN)/kvloom demo" in makefile
+    for option in re.findall(r"`make demo (\w+)=", readme.README.read_text()):
+        passed = f"$(if $({option}),--{option.lower()} $({option}))"
+        assert passed in makefile, option
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
     assert ci[-2:] == ["make check", "make test"]
