@@ -234,9 +234,22 @@ def common_prefix_len(a: list[int], b: list[int]) -> int:
     )
 
 
-def show(console: Console, title: str, table: list[dict[str, Any]]) -> None:
-    """One table a case."""
-    view = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+MEANING = {
+    "kept": "Prefill still has it: there is next to nothing to win here.",
+    "lost": (
+        "Prefill has lost it, as one that serves others has: all comes back from "
+        "decode."
+    ),
+}
+LEGEND = """\
+common: tokens that the prompt shares with the last turn's prompt and answer
+own: found in prefill's own cache; returned: pulled from decode; computed: the rest
+TTFT: time to the first token, with returns off, then on; ratio: off over on"""
+
+
+def show(console: Console, cache: str, table: list[dict[str, Any]]) -> None:
+    """One table a case, with what it is about."""
+    view = Table(box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("turn", justify="right")
     view.add_column("plan: reason", no_wrap=True)
     for heading in ("prompt", "common", "own", "returned", "computed", "TTFT off"):
@@ -254,7 +267,9 @@ def show(console: Console, title: str, table: list[dict[str, Any]]) -> None:
             f"{on:.0f} ms",
             f"{off / on:.1f} x",
         )
+    console.print(f"\n[bold]prefill's own cache {cache}[/]\n{MEANING[cache]}")
     console.print(view)
+    console.print(f"{LEGEND}\n", style="dim", highlight=False)
 
 
 def main() -> int:
@@ -282,7 +297,7 @@ def main() -> int:
             console.print(f"  {number} of {args.repeats} played, {spent_s:.0f} s")
         answers += [[turn.output for turn in run] for run in off + on]
         cases.append({"prefill_cache": cache, "turns": rows(off, on)})
-        show(console, f"prefill's own cache {cache}", cases[-1]["turns"])
+        show(console, cache, cases[-1]["turns"])
     is_equal = all(answer == answers[0] for answer in answers)
     if args.json:
         result = {"answers_equal": is_equal, "cases": cases}
