@@ -14,6 +14,7 @@ after every turn, as a busy or another prefill engine has.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -34,6 +35,9 @@ from rich.table import Table
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from kvloom.langchain import ChatKVLoom
+
+BASE_URL = os.environ.get("KVLOOM_BASE_URL", "http://127.0.0.1:8000/v1")
+MODEL = os.environ.get("KVLOOM_MODEL", "smollm2")
 
 City = Literal["Amsterdam", "Berlin", "Copenhagen", "Paris", "Prague", "Vienna"]
 Day = Literal["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
@@ -275,8 +279,8 @@ def show(console: Console, cache: str, table: list[dict[str, Any]]) -> None:
 def main() -> int:
     """Play, compare, and fail when the promise is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--base-url", default=BASE_URL)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--prefill", action="append", default=[], metavar="URL")
     parser.add_argument("--repeats", type=int, default=1, help="medians over so many")
     parser.add_argument("--json", type=Path)
