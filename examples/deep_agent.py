@@ -47,7 +47,7 @@ def main() -> None:
         subagents=[clerk],
         checkpointer=InMemorySaver(),
     )
-    thread = {"configurable": {"thread_id": "journey-7"}}
+    thread = {"configurable": {"thread_id": "journey-9"}}
     for question in ("How do I get to Vienna?", "And back?"):
         state = agent.invoke({"messages": [("user", question)]}, thread)
         print(f"> {question}\n{state['messages'][-1].text}")

@@ -87,6 +87,29 @@ def test_every_command_of_the_readme_is_run_somewhere() -> None:
         assert (ROOT / path).exists(), f"the README links to {path}"
 
 
+def samples() -> dict[str, str]:
+    """Everything that a reader may run against one cluster, by where it is."""
+    documents = [readme.README, *(ROOT / "docs").glob("*.md")]
+    blocks = {
+        f"{path.name}, sample {number}": sample
+        for path in documents
+        for number, sample in enumerate(readme.blocks("python", path), 1)
+    }
+    programs = [*(ROOT / "examples").glob("*.py"), *(ROOT / "notebooks").glob("*.py")]
+    return blocks | {path.name: path.read_text() for path in programs}
+
+
+def test_no_sample_goes_on_in_the_conversation_of_another() -> None:
+    """Run one after the other they show what they show alone."""
+    names = re.compile(r'(?:\bconversation\(|"thread_id": )"([^"]+)"')
+    of: dict[str, str] = {}
+    for where, code in samples().items():
+        for name in set(names.findall(code)):
+            assert name not in of, f"{where} and {of[name]}: {name}"
+            of[name] = where
+    assert len(of) > 15
+
+
 def table(path: str, name: str) -> list[list[str]]:
     """The cells of a marked table, without its head."""
     _, _, rest = (ROOT / path).read_text().partition(f"<!-- {name}:begin")
