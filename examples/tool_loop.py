@@ -250,6 +250,10 @@ common: tokens that the prompt shares with the last turn's prompt and answer
 own: found in prefill's own cache; returned: pulled from decode; computed: the rest
 TTFT: time to the first token, with returns off, then on; ratio: off over on"""
 
+DIRECT = """\
+direct: decode does a short turn alone, so prefill has no counts of it (-)
+to see returns in every turn, start with KVLOOM_DIRECT_TOKENS=0 kvloom up"""
+
 
 def show(console: Console, cache: str, table: list[dict[str, Any]]) -> None:
     """One table a case, with what it is about."""
@@ -266,14 +270,22 @@ def show(console: Console, cache: str, table: list[dict[str, Any]]) -> None:
         view.add_row(
             str(row["turn"]),
             f"{row['plan']}: {row['reason']}",
-            *(str(row[f"{name}_tokens"]) for name in names),
+            *(shown(row[f"{name}_tokens"]) for name in names),
             f"{off:.0f} ms",
             f"{on:.0f} ms",
             f"{off / on:.1f} x",
         )
     console.print(f"\n[bold]prefill's own cache {cache}[/]\n{MEANING[cache]}")
     console.print(view)
-    console.print(f"{LEGEND}\n", style="dim", highlight=False)
+    console.print(LEGEND, style="dim", highlight=False)
+    if any(row["plan"] == "direct" for row in table):
+        console.print(DIRECT, style="dim", highlight=False)
+    console.print()
+
+
+def shown(count: int | None) -> str:
+    """A count of a table, if there is one."""
+    return "-" if count is None else str(count)
 
 
 def main() -> int:

@@ -43,6 +43,19 @@ def test_each_table_says_what_is_to_be_seen_in_it() -> None:
             assert f"{column}:" in table, column
 
 
+def test_turns_that_decode_does_alone_have_dashes_and_a_hint() -> None:
+    """As on a plain ``kvloom up``; where there are none, nothing is said of them."""
+    with served(settings={"direct_tokens": 512}) as here:
+        printed = played(here)
+    with served() as here:
+        without = played(here)
+
+    assert "direct: short" in printed
+    assert "None" not in printed
+    assert "KVLOOM_DIRECT_TOKENS=0 kvloom up" in printed
+    assert "direct" not in without
+
+
 def test_the_readme_names_both_cases() -> None:
     """Whoever sees the first table is not to stop there."""
     text = " ".join(readme.README.read_text().split())
