@@ -1,6 +1,6 @@
 """A deep agent: it and its sub-agents are lanes of one thread.
 
-In an environment of its own: pip install 'kvloom[langgraph]' deepagents
+In an environment of its own, in the checkout: pip install '.[langgraph]' deepagents
 
 kvloom up                         # in one terminal
 python examples/deep_agent.py     # in another

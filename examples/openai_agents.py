@@ -1,6 +1,6 @@
 """OpenAI's Agents SDK on the drop-in client.
 
-In an environment of its own: pip install kvloom openai-agents
+In an environment of its own, in the checkout: pip install . openai-agents
 kvloom up                            # in one terminal
 python examples/openai_agents.py     # in another
 """

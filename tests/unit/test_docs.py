@@ -87,6 +87,24 @@ def test_every_command_of_the_readme_is_run_somewhere() -> None:
         assert (ROOT / path).exists(), f"the README links to {path}"
 
 
+@pytest.mark.parametrize("path", ["README.md", "docs/sdk.md", "docs/hosts.md"])
+def test_a_reader_who_is_to_install_kvloom_knows_where_from(path: str) -> None:
+    """While no index has it: said before the first extra is named, and how else."""
+    told, _, rest = (ROOT / path).read_text().partition("not on PyPI yet")
+    before = re.sub(r"path/to/checkout\[\w+\]", "", told)
+    assert rest
+    assert not re.search(r"kvloom\[\w", before)
+    assert "path/to/checkout[" in told + rest
+
+
+def test_programs_of_the_checkout_install_the_checkout() -> None:
+    """What `pip install` in their words names is there."""
+    paths = [*(ROOT / "examples").glob("*.py"), ROOT / "notebooks" / "README.md"]
+    for path in paths:
+        for line in re.findall(r"pip install [^`\n]+", path.read_text()):
+            assert not re.search(r"\bkvloom\b", line), f"{path}: {line}"
+
+
 def samples() -> dict[str, str]:
     """Everything that a reader may run against one cluster, by where it is."""
     documents = [readme.README, *(ROOT / "docs").glob("*.md")]
