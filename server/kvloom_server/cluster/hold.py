@@ -103,8 +103,7 @@ class Watch:
 
     def _tell(self, process: EngineProcess, what_is_left: str) -> None:
         end = f"engine {process.name} ended with {_exit_of(process)}. {what_is_left}"
-        say_error(self.console, f"{end} The end of {process.log}:")
-        self.console.print(process.log_tail(), markup=False, highlight=False)
+        say_error(self.console, process.end_told(end))
 
     def epitaph(self) -> str:
         """What to add to the word of the cluster's end."""
