@@ -2,14 +2,15 @@
 VENV := .venv
 BIN := $(VENV)/bin
 JSON ?=
+REPEATS ?=
 
 .PHONY: setup demo check test fast engine soak clean
 
 setup:            ## make .venv with the project, an engine and the developer's tools
 	@bash .ci/setup.sh
 
-demo: setup       ## the main job on a real prefill/decode pair: a table a case
-	@$(BIN)/kvloom demo $(if $(JSON),--json $(JSON))
+demo: setup       ## the main job on a real prefill/decode pair: a table a case; REPEATS=1 is quicker
+	@$(BIN)/kvloom demo $(if $(JSON),--json $(JSON)) $(if $(REPEATS),--repeats $(REPEATS))
 
 check: setup      ## the static part: format, lint, types, import contracts, dependencies
 	@$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """A deep agent: it and its sub-agents are lanes of one thread.
 
-In an environment of its own: pip install 'kvloom[langgraph]' deepagents
+In an environment of its own, in the checkout: pip install '.[langgraph]' deepagents
 
 kvloom up                         # in one terminal
 python examples/deep_agent.py     # in another
@@ -47,7 +47,7 @@ def main() -> None:
         subagents=[clerk],
         checkpointer=InMemorySaver(),
     )
-    thread = {"configurable": {"thread_id": "journey-7"}}
+    thread = {"configurable": {"thread_id": "journey-9"}}
     for question in ("How do I get to Vienna?", "And back?"):
         state = agent.invoke({"messages": [("user", question)]}, thread)
         print(f"> {question}\n{state['messages'][-1].text}")

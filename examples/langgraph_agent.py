@@ -32,7 +32,7 @@ def main() -> None:
     agent: Any = create_agent(
         model, [opening_hours], system_prompt=SHOPS, checkpointer=InMemorySaver()
     )
-    thread = {"configurable": {"thread_id": "shopper-42"}}
+    thread = {"configurable": {"thread_id": "shopper-18"}}
     state: dict[str, Any] = {}
     for question in ("When does the bakery open?", "And on Sundays?"):
         state = agent.invoke({"messages": [("user", question)]}, thread)

@@ -1,6 +1,6 @@
 """OpenAI's Agents SDK on the drop-in client.
 
-In an environment of its own: pip install kvloom openai-agents
+In an environment of its own, in the checkout: pip install . openai-agents
 kvloom up                            # in one terminal
 python examples/openai_agents.py     # in another
 """
@@ -50,7 +50,7 @@ async def main() -> None:
         history: list[object] = []
         for question in ("When does the bakery open?", "And on Sundays?"):
             history.append({"role": "user", "content": question})
-            with client.conversation("shopper-42"):
+            with client.conversation("shopper-19"):
                 result = await Runner.run(agent, history)
             print(f"> {question}\n{result.final_output}")
             history = result.to_input_list()

@@ -25,7 +25,7 @@ def main() -> None:
     history: list[Any] = [{"role": "system", "content": GUIDE}]
     with (
         OpenAI(base_url=BASE_URL, api_key="none") as client,
-        client.conversation("traveller-7"),
+        client.conversation("traveller-8"),
     ):
         for question in QUESTIONS:
             history.append({"role": "user", "content": question})

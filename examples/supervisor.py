@@ -50,7 +50,7 @@ def main() -> None:
     porter = create_agent(model, [weather], system_prompt=desk, name="porter")
     team: Any = create_supervisor([clerk, porter], model=model, prompt=desk)
     graph = team.compile(checkpointer=InMemorySaver())
-    thread = {"configurable": {"thread_id": "journey-7"}}
+    thread = {"configurable": {"thread_id": "journey-8"}}
     for question in ("How do I get to Vienna?", "What do I wear there?"):
         state = graph.invoke({"messages": [("user", question)]}, thread)
         print(f"> {question}\n{state['messages'][-1].text}")

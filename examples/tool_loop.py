@@ -14,6 +14,7 @@ after every turn, as a busy or another prefill engine has.
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -34,6 +35,9 @@ from rich.table import Table
 from tenacity import retry, retry_if_result, stop_after_delay, wait_fixed
 
 from kvloom.langchain import ChatKVLoom
+
+BASE_URL = os.environ.get("KVLOOM_BASE_URL", "http://127.0.0.1:8000/v1")
+MODEL = os.environ.get("KVLOOM_MODEL", "smollm2")
 
 City = Literal["Amsterdam", "Berlin", "Copenhagen", "Paris", "Prague", "Vienna"]
 Day = Literal["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]
@@ -234,9 +238,26 @@ def common_prefix_len(a: list[int], b: list[int]) -> int:
     )
 
 
-def show(console: Console, title: str, table: list[dict[str, Any]]) -> None:
-    """One table a case."""
-    view = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+MEANING = {
+    "kept": "Prefill still has it: there is next to nothing to win here.",
+    "lost": (
+        "Prefill has lost it, as one that serves others has: all comes back from "
+        "decode."
+    ),
+}
+LEGEND = """\
+common: tokens that the prompt shares with the last turn's prompt and answer
+own: found in prefill's own cache; returned: pulled from decode; computed: the rest
+TTFT: time to the first token, with returns off, then on; ratio: off over on"""
+
+DIRECT = """\
+direct: decode does a short turn alone, so prefill has no counts of it (-)
+to see returns in every turn, start with KVLOOM_DIRECT_TOKENS=0 kvloom up"""
+
+
+def show(console: Console, cache: str, table: list[dict[str, Any]]) -> None:
+    """One table a case, with what it is about."""
+    view = Table(box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("turn", justify="right")
     view.add_column("plan: reason", no_wrap=True)
     for heading in ("prompt", "common", "own", "returned", "computed", "TTFT off"):
@@ -249,19 +270,29 @@ def show(console: Console, title: str, table: list[dict[str, Any]]) -> None:
         view.add_row(
             str(row["turn"]),
             f"{row['plan']}: {row['reason']}",
-            *(str(row[f"{name}_tokens"]) for name in names),
+            *(shown(row[f"{name}_tokens"]) for name in names),
             f"{off:.0f} ms",
             f"{on:.0f} ms",
             f"{off / on:.1f} x",
         )
+    console.print(f"\n[bold]prefill's own cache {cache}[/]\n{MEANING[cache]}")
     console.print(view)
+    console.print(LEGEND, style="dim", highlight=False)
+    if any(row["plan"] == "direct" for row in table):
+        console.print(DIRECT, style="dim", highlight=False)
+    console.print()
+
+
+def shown(count: int | None) -> str:
+    """A count of a table, if there is one."""
+    return "-" if count is None else str(count)
 
 
 def main() -> int:
     """Play, compare, and fail when the promise is broken."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--base-url", default=BASE_URL)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--prefill", action="append", default=[], metavar="URL")
     parser.add_argument("--repeats", type=int, default=1, help="medians over so many")
     parser.add_argument("--json", type=Path)
@@ -282,7 +313,7 @@ def main() -> int:
             console.print(f"  {number} of {args.repeats} played, {spent_s:.0f} s")
         answers += [[turn.output for turn in run] for run in off + on]
         cases.append({"prefill_cache": cache, "turns": rows(off, on)})
-        show(console, f"prefill's own cache {cache}", cases[-1]["turns"])
+        show(console, cache, cases[-1]["turns"])
     is_equal = all(answer == answers[0] for answer in answers)
     if args.json:
         result = {"answers_equal": is_equal, "cases": cases}

@@ -20,6 +20,13 @@ class TurnReport:
     """Seconds from sending to the first chunk of output; ``None`` when the
     answer was not streamed."""
 
+    def __str__(self) -> str:
+        """For people: the plan's line, and the time to first token."""
+        told = "no plan of a kvloom router" if self.plan is None else str(self.plan)
+        if self.ttft_s is None:
+            return told
+        return f"{told}; first token after {self.ttft_s:.2f} s"
+
     def as_json(self) -> dict[str, Any]:
         """One flat object: the plan's fields and ``ttft_s``."""
         plan = {} if self.plan is None else asdict(self.plan)

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ from .cluster.doctor import Finding, examine
 from .cluster.probe import look_at
 from .cluster.verdict import judge
 from .router.tls import trusted
+
+UNFIT: Final = "not ready: mend what is marked `lack`"
 
 
 def doctor(
@@ -38,7 +40,7 @@ def doctor(
         cluster_key = read_cluster_key(settings.cluster_key_file)
         tls = trusted(settings.upstream_ca_file)
     if engines is None:
-        sys.exit(_report(examine()))
+        sys.exit(_report(examine(), well="ready: kvloom up"))
     api_key = settings.upstream_api_key
     views = asyncio.run(
         look_at(
@@ -48,11 +50,15 @@ def doctor(
             tls=tls,
         )
     )
-    sys.exit(_report(judge(views)))
+    sys.exit(_report(judge(views), well="ready: nothing is amiss with these engines"))
 
 
-def _report(findings: Iterable[Finding]) -> int:
-    """Print findings; the exit code: 0 when nothing that is needed is missing."""
+def _report(findings: Iterable[Finding], *, well: str) -> int:
+    """Print findings, and what they come to.
+
+    Returns:
+        The exit code: 0 when nothing that is needed is missing.
+    """
     console = Console()
     is_fit = True
     for finding in findings:
@@ -64,4 +70,5 @@ def _report(findings: Iterable[Finding]) -> int:
         if not finding.is_ok:
             console.print(f"       {escape(finding.cure)}", highlight=False)
             is_fit = is_fit and not finding.is_needed
+    console.print(f"[green]{well}[/]" if is_fit else f"[red]{UNFIT}[/]")
     return 0 if is_fit else 1

@@ -86,12 +86,13 @@ async def _scene(session: aiohttp.ClientSession, url: str) -> Json:
 
 def drawn(scene: Json, url: str) -> RenderableType:
     """The scene of ``/kvloom/snapshot`` as text."""
-    return Group(
-        _verdict(scene, url),
+    tables = (
         _engines(scene["engines"]),
         _lanes(scene["lanes"], scene["now"]),
         _decisions(scene["receipts"]),
     )
+    # A head without rows tells nothing.
+    return Group(_verdict(scene, url), *(table for table in tables if table.row_count))
 
 
 _COLOURS: Final = {
@@ -105,27 +106,37 @@ _COLOURS: Final = {
 def _verdict(scene: Json, url: str) -> RenderableType:
     found, ttft = scene["diagnosis"], scene["ttft"]
     colour = _COLOURS.get(Verdict(found["verdict"]), "default")
-    ratio = found["reuse_ratio"]
-    share = "-" if ratio is None else f"{ratio:.0%}"
-    lines = [
-        Text.assemble(
-            (share, f"bold {colour}"),
-            f" of prompt tokens came from a cache, last {scene['window_s'] // 60} min",
-            (f"  {url}", "dim"),
-        ),
-        Text(found["headline"], style=colour),
-    ]
+    lines = [_share(scene, url, colour), Text(found["headline"], style=colour)]
     for cause in found["causes"]:
-        lines.append(Text(f"  {cause['turns']} turns: {cause['text']}"))
+        lines.append(Text(f"  {_count(cause['turns'], 'turn')}: {cause['text']}"))
         if cause["advice"]:
             lines.append(Text(f"      {cause['advice']}", style="dim"))
     numbers = (
-        f"{found['turns']} turns, {len(scene['underway'])} under way, "
-        f"{scene['waiting']} in line, "
-        f"{found['failed']} failed; {scene['conversations']} conversations; "
-        f"first token {_time(ttft['median'])} (median), {_time(ttft['p95'])} (p95)"
+        f"{_count(found['turns'], 'turn')}, {len(scene['underway'])} under way, "
+        f"{scene['waiting']} in line, {found['failed']} failed; "
+        f"{_count(scene['conversations'], 'conversation')}"
     )
+    if ttft["median"] is not None:
+        numbers += (
+            f"; first token {_time(ttft['median'])} (median), "
+            f"{_time(ttft['p95'])} (p95)"
+        )
     return Group(*lines, Text(numbers, style="dim"))
+
+
+def _share(scene: Json, url: str, colour: str) -> Text:
+    """The one number, or that there is none."""
+    ratio, minutes = scene["diagnosis"]["reuse_ratio"], scene["window_s"] // 60
+    told: list[str | tuple[str, str]]
+    told = [f"no prompt tokens were counted in the last {minutes} min"]
+    if ratio is not None:
+        share = (f"{ratio:.0%}", f"bold {colour}")
+        told = [share, f" of prompt tokens came from a cache, last {minutes} min"]
+    return Text.assemble(*told, (f"  {url}", "dim"))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _engines(engines: Iterable[Json]) -> Table:

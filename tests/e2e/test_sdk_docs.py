@@ -40,6 +40,20 @@ def test_every_sample_runs(
     assert len(here.stage.cluster.decode[0].engine.finished) > before
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_streamed_answer_is_printed_as_one_text(
+    here: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not one token a line."""
+    (sample,) = (s for s in SAMPLES if "stream=True" in s)
+    code = sample.replace(HERE, here.base_url).replace('"smollm2"', f'"{here.model}"')
+    exec(compile(code, SDK.name, "exec"), {"__name__": "__main__"})
+
+    printed = capsys.readouterr().out
+    assert len(printed.split()) > 5
+    assert len(printed.splitlines()) < 3
+
+
 def test_the_sample_with_fake_engines_is_a_test_that_passes() -> None:
     """It starts its own engines and router, and ends them."""
     (sample,) = OWN

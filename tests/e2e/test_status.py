@@ -42,6 +42,28 @@ async def test_it_says_whether_reuse_works_and_shows_why() -> None:
         assert "Decode still held the last turn" in text
 
 
+async def test_before_the_first_turn_it_says_in_words_that_there_is_nothing() -> None:
+    """No dash for a number, no head of a table without rows."""
+    async with staged() as stage:
+        text = await said(stage)
+        assert "no prompt tokens were counted in the last 15 min" in text
+        assert "0 turns" in text
+        assert "0 conversations" in text
+        for absent in ("- of", " - (", "conversation  ", "why", "None"):
+            assert absent not in text, absent
+        assert "d0 decode" in text
+
+
+async def test_one_turn_is_not_turns() -> None:
+    """And one conversation no conversations."""
+    async with staged() as stage:
+        await stage.turn(opening())
+        text = await said(stage)
+        assert "1 turn, " in text
+        assert "1 conversations" not in text
+        assert "of prompt tokens came from a cache" in text
+
+
 async def test_without_a_router_it_says_how_to_get_one() -> None:
     """One sentence, no traceback."""
     async with staged() as stage:

@@ -125,6 +125,8 @@ def test_doctor_looks_at_running_engines():
     assert f"ok   {decode.url} has kvloom's connector" in well.output
     assert f"note {prefill.url} has kvloom's connector" in well.output
     assert "the same model on all 2 engines  fake-model" in well.output
+    assert well.output.endswith("ready: nothing is amiss with these engines\n")
+    assert amiss.output.endswith("not ready: mend what is marked `lack`\n")
 
 
 @contextmanager
@@ -175,6 +177,13 @@ def test_doctor_alone_looks_at_this_machine():
     done = run("doctor")
     assert "Python 3.11 or newer" in done.output
     assert "http" not in done.output
+
+
+def test_doctor_ends_with_what_it_comes_to():
+    """Who reads the last line only knows what to do next."""
+    done = run("doctor")
+    last = done.output.splitlines()[-1]
+    assert last.startswith("ready: kvloom up" if done.exit_code == 0 else "not ready:")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from kvloom_server.cluster.console import still
+from kvloom_server.cluster.console import say_error, still
 
 
 class Paper(io.StringIO):
@@ -46,3 +46,11 @@ def test_a_terminal_has_its_bar():
 
     asyncio.run(work())
     assert console.file.getvalue() == ""
+
+
+def test_lines_of_a_log_are_shown_as_they_are():
+    """Not broken at the edge of an 80-column terminal, and no markup."""
+    console = Console(file=io.StringIO(), width=80)
+    line = "(EngineCore pid=7) [core.py:12] " + "word " * 60 + "[/red] end"
+    say_error(console, f"it ended. The log:\n{line}\nit ended.")
+    assert console.file.getvalue() == f"error: it ended. The log:\n{line}\nit ended.\n"

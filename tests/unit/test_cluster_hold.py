@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
 import urllib.request
 
 import pytest
+from readme import ROOT
 from unit.stand_in_cluster import starter
 
 
@@ -26,6 +29,24 @@ def test_ctrl_c_stops_a_cluster_that_is_well(up):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_the_printed_lines_serve_openais_client_and_the_examples(up):
+    """Copied into another terminal: no example needs a name of its own."""
+    with up() as cluster:
+        cluster.until("Ctrl-C stops")
+        url = cluster.told()["url"]
+        cluster.end(signal.SIGINT)
+    lines = [line for line in cluster.text.splitlines() if "export " in line]
+    shell = ["sh", "-c", "\n".join([*lines, "env"])]
+    env = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+    for name in ("OPENAI_BASE_URL", "KVLOOM_BASE_URL"):
+        assert f"{name}={url}/v1\n" in env
+    assert "OPENAI_API_KEY=none\n" in env
+    read = r'os\.environ\.get\("(\w+)"'
+    for path in (ROOT / "examples").glob("*.py"):
+        for name in re.findall(read, path.read_text()):
+            assert f"\n{name}=" in env, f"{path} reads {name}"
 
 
 def test_a_terminal_that_is_gone_stops_the_cluster(up, tmp_path):

@@ -114,7 +114,7 @@ def test_an_engine_that_dies_ends_the_start(logs, role):
     broken = recipe(**{f"{role.value}_args": dies})
     cluster = Cluster(slots(), broken, log_dir=logs)
     name = f"{role.value[0]}0"
-    with pytest.raises(ClusterError, match=f"{name} ended with exit code 1;") as caught:
+    with pytest.raises(ClusterError, match=f"{name} ended with exit code 1.") as caught:
         asyncio.run(cluster.start())
     assert "out of memory" in str(caught.value)
     assert str(logs / f"{name}.log") in str(caught.value)

@@ -107,7 +107,7 @@ def test_only_the_end_of_a_long_log_is_shown(log):
     log.write_bytes(b"".join(b"line %d \xff\n" % number for number in range(1000)))
     tail = EngineProcess("e0", log, process=None).log_tail().splitlines()
     assert tail[-1] == "line 999 \ufffd"
-    assert len(tail) == 30
+    assert len(tail) == 18
 
 
 def test_leak_reports_do_not_hide_why_an_engine_ended(log):
@@ -251,6 +251,21 @@ def test_the_first_error_of_a_log_is_shown_before_its_end(log):
     shown = EngineProcess("e0", log, process=None).log_tail().splitlines()
     assert shown[0] == cause
     assert shown[-1] == "RuntimeError: it failed"
+
+
+def test_an_engines_end_is_told_in_twenty_lines(log):
+    """The sentence, the cause, the end of the log, and the sentence again: nobody
+    has to scroll up for it."""
+    cause = "RuntimeError: no memory"
+    rest = ["", "x" * 5000, *(f"  at line {number}" for number in range(16)), "  "]
+    log.write_text("\n".join([cause, *["lost"] * 50, *rest]))
+    told = EngineProcess("e0", log, process=None).end_told("e0 ended.").splitlines()
+    assert len(told) == 20
+    assert told[0] == f"e0 ended. The end of {log}:"
+    assert told[1] == cause
+    assert told[-2] == "  at line 15"
+    assert told[-1] == "e0 ended."
+    assert max(map(len, told)) < 400
 
 
 def test_an_earlier_run_in_the_same_log_is_no_cause(log):

@@ -87,6 +87,47 @@ def test_every_command_of_the_readme_is_run_somewhere() -> None:
         assert (ROOT / path).exists(), f"the README links to {path}"
 
 
+@pytest.mark.parametrize("path", ["README.md", "docs/sdk.md", "docs/hosts.md"])
+def test_a_reader_who_is_to_install_kvloom_knows_where_from(path: str) -> None:
+    """While no index has it: said before the first extra is named, and how else."""
+    told, _, rest = (ROOT / path).read_text().partition("not on PyPI yet")
+    before = re.sub(r"path/to/checkout\[\w+\]", "", told)
+    assert rest
+    assert not re.search(r"kvloom\[\w", before)
+    assert "path/to/checkout[" in told + rest
+
+
+def test_programs_of_the_checkout_install_the_checkout() -> None:
+    """What `pip install` in their words names is there."""
+    paths = [*(ROOT / "examples").glob("*.py"), ROOT / "notebooks" / "README.md"]
+    for path in paths:
+        for line in re.findall(r"pip install [^`\n]+", path.read_text()):
+            assert not re.search(r"\bkvloom\b", line), f"{path}: {line}"
+
+
+def samples() -> dict[str, str]:
+    """Everything that a reader may run against one cluster, by where it is."""
+    documents = [readme.README, *(ROOT / "docs").glob("*.md")]
+    blocks = {
+        f"{path.name}, sample {number}": sample
+        for path in documents
+        for number, sample in enumerate(readme.blocks("python", path), 1)
+    }
+    programs = [*(ROOT / "examples").glob("*.py"), *(ROOT / "notebooks").glob("*.py")]
+    return blocks | {path.name: path.read_text() for path in programs}
+
+
+def test_no_sample_goes_on_in_the_conversation_of_another() -> None:
+    """Run one after the other they show what they show alone."""
+    names = re.compile(r'(?:\bconversation\(|"thread_id": )"([^"]+)"')
+    of: dict[str, str] = {}
+    for where, code in samples().items():
+        for name in set(names.findall(code)):
+            assert name not in of, f"{where} and {of[name]}: {name}"
+            of[name] = where
+    assert len(of) > 15
+
+
 def table(path: str, name: str) -> list[list[str]]:
     """The cells of a marked table, without its head."""
     _, _, rest = (ROOT / path).read_text().partition(f"<!-- {name}:begin")
@@ -198,5 +239,8 @@ def test_make_and_ci_run_what_the_readme_says() -> None:
     """`make demo` is `kvloom demo`, and CI runs `make check` and `make test`."""
     makefile = (ROOT / "Makefile").read_text()
     assert "$(BIN)/kvloom demo" in makefile
+    for option in re.findall(r"`make demo (\w+)=", readme.README.read_text()):
+        passed = f"$(if $({option}),--{option.lower()} $({option}))"
+        assert passed in makefile, option
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
     assert ci[-2:] == ["make check", "make test"]

@@ -293,6 +293,38 @@ def test_a_report_survives_being_stored(
     assert TurnReport.of_json(json.loads(json.dumps(told.as_json()))) == told
 
 
+@pytest.mark.parametrize(
+    ("counts", "ttft_s", "line"),
+    [
+        (
+            {"prompt_tokens": 433, "local_tokens": 416, "computed_tokens": 17},
+            None,
+            "direct (short): 416 of 433 prompt tokens reused",
+        ),
+        (
+            {"prompt_tokens": 50, "returned_tokens": 30, "computed_tokens": 10},
+            0.5174,
+            "direct (short): 40 of 50 prompt tokens reused, 30 of them returned from "
+            "decode; first token after 0.52 s",
+        ),
+        ({}, 0.1, "direct (short): prompt tokens unknown; first token after 0.10 s"),
+    ],
+)
+def test_a_printed_report_reads_like_a_sentence(
+    counts: dict[str, int], ttft_s: float | None, line: str
+) -> None:
+    """``print(report(answer))`` is what the documents tell people to do."""
+    plan = PlanReport(plan=PlanKind.DIRECT, reason=Reason.SHORT, **counts)
+
+    assert str(TurnReport(plan=plan, ttft_s=ttft_s)) == line
+
+
+def test_a_printed_report_says_that_no_router_of_ours_answered() -> None:
+    """There is the time then, at least."""
+    told = str(TurnReport(plan=None, ttft_s=None))
+    assert told == "no plan of a kvloom router"
+
+
 @pytest.mark.parametrize("value", [None, 1, {}, {"ttft_s": 1, "plan": "no"}])
 def test_what_is_no_report_is_none(value: object) -> None:
     """Somebody else's field of the same name is not taken for a report."""

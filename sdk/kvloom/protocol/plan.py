@@ -122,6 +122,19 @@ class PlanReport:
     """Pulled from the decode engine."""
     computed_tokens: int | None = None
 
+    def __str__(self) -> str:
+        """For people: ``direct (short): 416 of 433 prompt tokens reused``."""
+        return f"{self.plan} ({self.reason}): {self._reuse()}"
+
+    def _reuse(self) -> str:
+        if self.prompt_tokens is None or self.computed_tokens is None:
+            return "prompt tokens unknown"
+        reused = self.prompt_tokens - self.computed_tokens
+        told = f"{reused} of {self.prompt_tokens} prompt tokens reused"
+        if self.returned_tokens:
+            told += f", {self.returned_tokens} of them returned from decode"
+        return told
+
     def encode(self) -> str:
         """The header's value: ``plan=return; reason=lease_held; …``."""
         pairs = ((f.name, getattr(self, f.name)) for f in fields(self))

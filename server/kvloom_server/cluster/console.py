@@ -20,8 +20,16 @@ from .launch import EngineUp
 
 
 def say_error(console: Console, text: str) -> None:
-    """One error, loud; brackets in ``text`` are no markup."""
-    console.print(f"[bold red]error:[/] [red]{escape(text)}[/]", highlight=False)
+    """One error, loud; brackets in ``text`` are no markup.
+
+    Of several lines the first and the last are ours, those between an engine's.
+    Nothing is broken at the console's edge: the lines are to be searched for.
+    """
+    first, *log = text.split("\n")
+    loud = [f"[red]{escape(line)}[/]" for line in (first, *log[-1:])]
+    lines = [loud[0], *map(escape, log[:-1]), *loud[1:]]
+    said = "[bold red]error:[/] " + "\n".join(lines)
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 STILL_S: Final = 15.0

@@ -1,6 +1,7 @@
 """``kvloom up``: holds a cluster until Ctrl-C, and says what becomes of it."""
 
 import asyncio
+import shlex
 import signal
 from pathlib import Path
 
@@ -64,8 +65,19 @@ def _announce(running: RunningCluster, console: Console) -> None:
     console.print(f"\nup: {running.url}  model: {escape(running.model)}")
     console.print(f"page: {running.url}/kvloom/")
     console.print("In another terminal:", highlight=False)
-    console.print(f"  export OPENAI_BASE_URL={running.url}/v1 OPENAI_API_KEY=none")
+    for line in _exports(running):
+        # As it is, to be copied: not broken at the terminal's edge.
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     console.print("Ctrl-C stops all of it.", highlight=False)
+
+
+def _exports(running: RunningCluster) -> tuple[str, ...]:
+    """For openai's own client, and for kvloom's examples and notebooks."""
+    url = f"{running.url}/v1"
+    return (
+        f"export OPENAI_BASE_URL={url} OPENAI_API_KEY=none",
+        f"export KVLOOM_BASE_URL={url} KVLOOM_MODEL={shlex.quote(running.model)}",
+    )
 
 
 class Watch:
@@ -91,8 +103,7 @@ class Watch:
 
     def _tell(self, process: EngineProcess, what_is_left: str) -> None:
         end = f"engine {process.name} ended with {_exit_of(process)}. {what_is_left}"
-        say_error(self.console, f"{end} The end of {process.log}:")
-        self.console.print(process.log_tail(), markup=False, highlight=False)
+        say_error(self.console, process.end_told(end))
 
     def epitaph(self) -> str:
         """What to add to the word of the cluster's end."""

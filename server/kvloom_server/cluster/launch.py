@@ -252,7 +252,5 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
 
 async def _fail_at_end_of(process: EngineProcess) -> None:
     exit_code = await process.wait()
-    raise ClusterError(
-        f"engine {process.name} ended with exit code {exit_code}; "
-        f"the end of {process.log}:\n{process.log_tail()}"
-    )
+    sentence = f"engine {process.name} ended with exit code {exit_code}."
+    raise ClusterError(process.end_told(sentence))

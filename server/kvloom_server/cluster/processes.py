@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 STOP_GRACE_S = 20.0
-_LOG_TAIL_LINES = 30
+_LOG_TAIL_LINES = 18
+"""With a sentence before and after it: what fits a small terminal."""
+_LINE_CHARS = 300
 _LOG_TAIL_BYTES = 1 << 20
 # The last line of a traceback, with or without vLLM's prefix.
 _CAUSE = re.compile(r"(?:^|\] )[\w.]+(?:Error|Exception): ")
@@ -125,10 +127,17 @@ class EngineProcess:
 
         Before them the first error in the log, which is the cause of the rest.
         """
-        telling = [line for line in self._said() if not _NOISE.search(line)]
+        telling = [line for line in self._said() if _tells(line)]
         tail = telling[-_LOG_TAIL_LINES:]
         cause = next((line for line in telling if _CAUSE.search(line)), None)
-        return "\n".join(tail if cause is None or cause in tail else [cause, *tail])
+        if cause is not None and cause not in tail:
+            tail = [cause, *tail[1:]]
+        return "\n".join(map(_cut, tail))
+
+    def end_told(self, sentence: str) -> str:
+        """``sentence`` about its end, with the log's last lines; again after them,
+        where somebody reads who does not scroll up."""
+        return f"{sentence} The end of {self.log}:\n{self.log_tail()}\n{sentence}"
 
     def _said(self) -> list[str]:
         """The last lines of this run; the log may hold others before it."""
@@ -139,3 +148,11 @@ class EngineProcess:
             lines = log.read(_LOG_TAIL_BYTES).decode(errors="replace").splitlines()
         is_cut = begin > self._log_begin
         return lines[1:] if is_cut else lines
+
+
+def _tells(line: str) -> bool:
+    return bool(line.strip()) and not _NOISE.search(line)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LINE_CHARS else f"{line[:_LINE_CHARS]} …"
