@@ -41,12 +41,14 @@ BLOCKS_TTL_S: Final = 20
 """How long stock's decode keeps a finished turn for its next one. vLLM's default of
 480 s would have the turns that nobody reads (*rival*'s, everybody's last) starve this
 small decode engine within a minute; tools here take a second or two."""
-SHORT_TTL_S: Final = 6
+SHORT_TTL_S: Final = 10
 """The same where the benchmark's own tools run, for 1.5 s at most. An engine that
 keeps blocks looks every millisecond whether they may go, on a core that others compute
 on: who plays next waits for the end of this."""
-HANDLE_SHARE: Final = 450 / 480
-"""How long vLLM's example keeps a handle, of the time that decode keeps its blocks."""
+HANDLE_SLACK_S: Final = 6
+"""So much earlier than the blocks a handle is given up. vLLM 0.32 reads no blocks that
+have less than 5 s to live, and answers HTTP 500 (``_KV_BLOCKS_EXPIRY_SAFETY_MARGIN``);
+its example's handles end 30 s before their blocks."""
 CAPACITY_TOKENS: Final = 16_384
 """KV that *rival* may count on: what a CPU engine with one GiB has, at least."""
 
@@ -113,7 +115,7 @@ def stock_proxy_command(
         f"--port={port}",
         f"--prefill={prefill}",
         f"--decode={decode}",
-        f"--ttl={ttl_s * HANDLE_SHARE}",
+        f"--ttl={ttl_s - HANDLE_SLACK_S}",
     ]
 
 
