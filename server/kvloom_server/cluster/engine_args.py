@@ -89,6 +89,11 @@ class EngineSlot:
         first = self.lease_port + self.ranks.first
         return [f"tcp://{LOOPBACK}:{first + n}" for n in range(self.ranks.count)]
 
+    @property
+    def ranks_and_leases(self) -> list[tuple[int | None, str]]:
+        """Each engine of this server: its rank, and where its lease service is."""
+        return list(zip(self.ranks.numbers, self.lease_addresses, strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedThrough:

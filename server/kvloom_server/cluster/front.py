@@ -89,7 +89,7 @@ def _specs(
         EngineSpec(url=slot.url, lease_address=lease if has_leases else None, rank=rank)
         for slot in slots
         if slot.role is role
-        for rank, lease in zip(slot.ranks.numbers, slot.lease_addresses, strict=True)
+        for rank, lease in slot.ranks_and_leases
     )
 
 

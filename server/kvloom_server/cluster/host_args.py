@@ -8,9 +8,10 @@ import json
 import shlex
 from dataclasses import dataclass
 from enum import StrEnum
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
+
+from kvloom_server.router.access import is_loopback
 
 from .engine_args import (
     LOOPBACK,
@@ -74,7 +75,7 @@ class HostEngine:
     @property
     def is_reachable(self) -> bool:
         """Whether its lease service listens beyond loopback."""
-        return not _is_loopback(self._lease_host())
+        return not is_loopback(self._lease_host())
 
     def command(self) -> list[str]:
         """What starts it."""
@@ -133,7 +134,7 @@ class HostEngine:
 
     @property
     def _bind_host(self) -> str:
-        if _is_loopback(self._reached_at):
+        if is_loopback(self._reached_at):
             return self._reached_at
         return ANY_HOST_V6 if ":" in self.address else ANY_HOST
 
@@ -179,14 +180,6 @@ def _grouped(command: list[str]) -> list[str]:
     """The program, its module, then one flag an item, each quoted."""
     program, dash_m, module, *flags = map(shlex.quote, command)
     return [program, f"{dash_m} {module}", *flags]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        # Another host's name.
-        return False
 
 
 def _in_url(host: str) -> str:

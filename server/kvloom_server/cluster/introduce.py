@@ -138,7 +138,7 @@ def _peers(slots: list[EngineSlot], role: Role) -> list[_Peer]:
         _Peer(slot=slot, rank=rank, lease_address=lease)
         for slot in slots
         if slot.role is role
-        for rank, lease in zip(slot.ranks.numbers, slot.lease_addresses, strict=True)
+        for rank, lease in slot.ranks_and_leases
     ]
 
 
