@@ -34,6 +34,7 @@ from kvloom.protocol import (
     ListLeases,
     Refused,
     Release,
+    Releases,
     Renew,
     Subscribe,
     Welcome,
@@ -235,17 +236,25 @@ class LeaseService:
             self._subscribers[peer] = now + SUBSCRIPTION_S
         with self._lock:
             self._book.expire(now=now)
-            if isinstance(message, Await):
-                reply: Any = self._announcements.ask(message.name, (peer, tag))
-            else:
-                reply = self._answer(peer, message, now=now)
+            reply = self._reply(peer, tag, message, now=now)
             events = self._book.take_events()
         # Before the reply: a snapshot includes these events, and a reader that
         # has it would take them for old.
         self._feed(events, now=now)
         if isinstance(message, Subscribe):
             self._subscribers[peer] = now + SUBSCRIPTION_S
-        self._socket.send_multipart([peer, *_tagged(reply, tag)])
+        if reply is not None:
+            self._socket.send_multipart([peer, *_tagged(reply, tag)])
+
+    def _reply(self, peer: bytes, tag: bytes, message: Any, *, now: float) -> Any:
+        """The reply; ``None`` where none is asked for."""
+        if isinstance(message, Await):
+            return self._announcements.ask(message.name, (peer, tag))
+        if isinstance(message, Releases):
+            for lease_id in message.lease_ids:
+                self._book.release(lease_id)
+            return None
+        return self._answer(peer, message, now=now)
 
     def _answer(self, peer: bytes, message: Any, *, now: float) -> Any:
         match message:

@@ -64,7 +64,7 @@ class Carrying(BaseClient[Any, Any]):
 
         Raises:
             TypeError: one of them is no string.
-        ValueError: ``thread`` is empty.
+            ValueError: ``thread`` is empty.
         """
         namespace = self._carrier.namespace
         with conversation(thread, lane=lane, namespace=namespace) as named:
@@ -227,6 +227,7 @@ class Carrying(BaseClient[Any, Any]):
                 self._carrier.failed(named, attempt, error=error, status=status)
             if isinstance(error, OpenAIError):
                 _retry.note_attempts(error, attempt + 1)
+                _retry.note_no_connection(error)
             raise
 
 
@@ -247,7 +248,7 @@ class SyncCarrying(Carrying):
 
         Raises:
             TypeError: one of them is no string.
-        ValueError: ``thread`` is empty.
+            ValueError: ``thread`` is empty.
             openai.APIError: the router did not do it.
         """
         return self.end_conversation_id(self._id_of(thread, lane))

@@ -78,6 +78,9 @@ def local_cluster(
         env: variables of a new one, over those of this process.
         start_limit_s: how long a new one may take to start, in seconds.
 
+    Where ``KVLOOM_BASE_URL`` names one, it is used as it is: ``options`` and ``env``
+    are for a new one, and :attr:`LocalCluster.is_own` tells which it was.
+
     A process that is forked in the block may use the cluster. It does not end it,
     nor keep it from ending with this process.
 

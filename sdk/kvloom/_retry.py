@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from email.utils import mktime_tz, parsedate_tz
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import openai
 import tenacity
@@ -151,6 +152,20 @@ def _has_begun(error: BaseException) -> bool | None:
 def note_attempts(error: Exception, num_attempts: int) -> None:
     """Keeps with an error how often its request was sent."""
     setattr(error, _ATTEMPTS, num_attempts)
+
+
+def note_no_connection(error: Exception) -> None:
+    """Says with an error where nobody could be reached, and what to do: openai's own
+    says that there was a connection error."""
+    if not isinstance(error, openai.APIConnectionError):
+        return
+    # By name: openai's versions use httpx or httpx2, and each has a class of its own.
+    if any(type(cause).__name__ == "ConnectError" for cause in causes_of(error)):
+        url = urlsplit(str(error.request.url))
+        error.add_note(
+            f"kvloom: no connection to {url.scheme}://{url.hostname}:{url.port}. Start "
+            "a router there (kvloom up, kvloom serve), or correct the base_url."
+        )
 
 
 def num_attempts_of(error: BaseException) -> int:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import itertools
+import os
+import sys
 
 import httpx
 import pytest
@@ -10,8 +12,9 @@ from openai import AsyncOpenAI
 
 from kvloom.openai import AsyncOpenAI as Carrying
 from kvloom.openai import report
+from kvloom.protocol import Hello, Subscribe
 from kvloom.testing import canned
-from kvloom_server.bench.contenders import EnginePorts
+from kvloom_server.bench.contenders import Contender, EnginePorts
 from kvloom_server.bench.load import (
     LoadError,
     NotBegunError,
@@ -22,6 +25,8 @@ from kvloom_server.bench.load import (
     open_streams,
 )
 from kvloom_server.bench.plain_proxy import build_app
+from kvloom_server.bench.processes import processes
+from kvloom_server.bench.proxies import brought_up
 from kvloom_server.cluster.ports import free_ports
 from kvloom_server.router import RouterServer
 from kvloom_server.settings import RouterSettings
@@ -37,6 +42,14 @@ def anyio_backend() -> str:
 def free_port() -> int:
     (port,) = free_ports(1)
     return port
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -155,6 +168,39 @@ async def test_streams_that_never_all_begin_are_not_waited_for() -> None:
         ):
             async with open_streams(target, body, count=3, limit_s=0.01):
                 pass
+
+
+async def test_a_proxy_that_choked_is_started_anew(pair) -> None:
+    """What it still works at would be on whoever is measured next."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "kvloom.testing.canned", f"--port={port}"]
+    choked = Contender(proxy="fastapi-httpx", legs=2, command=command, port=port)
+    cores = frozenset(os.sched_getaffinity(0))
+    async with processes() as started:
+        bench = await brought_up(started, "choked", choked, cores)
+        before = bench.pid
+        await bench.again()
+        assert bench.pid != before
+        assert not is_alive(before)
+        with bench.target() as target:
+            body = chat_body(2048, stream=False)
+            batch = await closed_loop(target, body, streams=2, count=4)
+        assert len(batch.answers) == 4
+    assert not is_alive(bench.pid)
+
+
+async def test_canned_engines_tell_who_follows_them_that_nothing_was_missed() -> None:
+    """Else routers would have all leases listed at each greeting, and pay for it in
+    the measurement."""
+    ledger = canned.Ledger()
+    router = b"router"
+    assert not ledger.reply(router, Hello()).is_subscribed
+    snapshot = ledger.reply(router, Subscribe())
+    assert ledger.reply(router, Hello()).is_subscribed
+    assert ledger.reply(router, Hello()).seq == snapshot.seq
+    ledger.grant("a turn")
+    _, event = ledger.outbox.get_nowait()
+    assert ledger.reply(router, Hello()).seq == event.seq
 
 
 async def test_a_wrong_answer_ends_a_benchmark(pair) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -54,6 +55,20 @@ def test_the_attempts_of_a_turn_are_bounded(max_retries: int) -> None:
     counts = [seen.headers["x-stainless-retry-count"] for seen in router.seen]
     assert counts == [str(n) for n in range(max_retries + 1)]
     assert {seen.conversation for seen in router.seen} == {ID}
+
+
+def test_an_address_where_nobody_listens_is_named() -> None:
+    """openai's own error says that there was a connection error, and no more."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        client = OpenAI(base_url=f"{address}/v1", api_key="k", max_retries=1)
+        with client.conversation("t"), pytest.raises(openai.APIConnectionError) as it:
+            _ask(client)
+
+    (note,) = it.value.__notes__
+    assert address in note
+    assert "kvloom up" in note
 
 
 def test_the_attempts_of_an_asynchronous_turn_are_bounded() -> None:

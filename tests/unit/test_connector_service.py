@@ -24,6 +24,7 @@ from kvloom.protocol import (
     ListLeases,
     Refused,
     Release,
+    Releases,
     Renew,
     Subscribe,
     Welcome,
@@ -226,6 +227,20 @@ def test_an_unknown_lease_is_refused(peer):
     assert peer.ask(Release(lease_id="nobody's")) == refused
     assert peer.ask(Release(lease_id="nobody's", claim_id="x")) == refused
     assert peer.ask(Renew(lease_id="nobody's", ttl_s=1.0)) == refused
+
+
+def test_several_leases_are_released_without_a_reply(service, peer):
+    """The feed tells of those that were there; a later question is answered."""
+    grant(service, lease("a"), lease("b", first_block=10), lease("c", first_block=20))
+    peer.ask(Subscribe())
+    peer.send(Releases(lease_ids=["a", "nobody's", "c"]))
+    events = peer.events_until(5)
+    assert [(e.lease_id, e.state) for e in events] == [
+        ("a", LeaseState.RELEASED),
+        ("c", LeaseState.RELEASED),
+    ]
+    (left,) = peer.ask(ListLeases()).leases
+    assert left.lease_id == "b"
 
 
 def test_deadlines_are_told_as_others_count_them(dial, clock):

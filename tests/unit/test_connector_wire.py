@@ -31,6 +31,7 @@ BY_TYPE = {
     list[int] | None: st.none() | st.lists(INTS),
     bool: st.booleans(),
     dict[str, Any]: st.dictionaries(st.text(), INTS | st.text() | st.none()),
+    list[str]: st.lists(st.text()),
     list[list[int]]: st.lists(st.lists(INTS)),
 }
 

@@ -19,8 +19,9 @@ from kvloom.protocol import (
     PrefillOutcome,
     Reason,
 )
-from kvloom_server.router.directory import MAX_LEASES, Directory, Let, continues
+from kvloom_server.router.directory import MAX_LEASES, Directory, Let
 from kvloom_server.router.identity import new_turn_id, tag_of
+from kvloom_server.router.job import continues
 from kvloom_server.router.plan import Lease
 
 NOW = 1_000.0
@@ -244,6 +245,26 @@ def test_a_restarted_engine_holds_nothing_any_more() -> None:
     found = known.find(TAG)
     assert found is not None
     assert (found.leases, found.lost) == ((), Reason.ENGINE_GONE)
+
+
+def test_a_list_of_what_is_known_changes_nothing() -> None:
+    """Thousands of leases are listed anew after a gap: those that are as they were
+    cost a look, although an engine converts their deadlines a little differently
+    each time. What did change is taken over."""
+    known = directory()
+    same, renewed = sorted(new_turn_id(bytes([i]) * 8) for i in range(2))
+    known.replace("d0", listing(same, renewed), NOW)
+    held = known.lease("d0", same)
+
+    again = listing(same, renewed, deadline=NOW + 60.01)
+    again.leases[1] = replace(again.leases[1], deadline_unix=NOW + 500)
+    assert known.replace("d0", again, NOW) == []
+
+    assert known.lease("d0", same) is held
+    now_held = known.lease("d0", renewed)
+    assert now_held is not None
+    assert now_held.deadline_unix == NOW + 500
+    known.check_integrity()
 
 
 def test_a_handle_is_trusted_exactly_while_the_feed_is_broken() -> None:

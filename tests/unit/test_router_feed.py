@@ -7,21 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.protocol import SUBSCRIPTION_S, Hello, Subscribe
-from kvloom_server.router.feed import REPLY_S, FeedBrokenError, _Due
+from kvloom_server.router.due import REPLY_S, Due, FeedBrokenError
 
 
-def asked(due: _Due, now: float, *, is_busy: bool = False) -> list[type]:
+def asked(due: Due, now: float, *, is_busy: bool = False) -> list[type]:
     return [type(question) for question in due.questions(now, is_busy=is_busy)]
 
 
-def listed(due: _Due) -> None:
+def listed(due: Due) -> None:
     """The service has listed its leases."""
     due.answer_by, due.is_stale = math.inf, False
 
 
 def test_leases_are_listed_once_and_then_only_greeted_for() -> None:
     """However many leases there are, a feed that misses nothing costs a greeting."""
-    due = _Due(probe_s=1e9)
+    due = Due(probe_s=1e9)
     assert asked(due, 0.0) == [Subscribe]
     listed(due)
     now = 0.0
@@ -35,7 +35,7 @@ def test_leases_are_listed_once_and_then_only_greeted_for() -> None:
 def test_what_was_missed_is_listed_at_once() -> None:
     """The last event of all may be lost: nothing after it shows a gap, but the
     greeting does."""
-    due = _Due(probe_s=1e9)
+    due = Due(probe_s=1e9)
     asked(due, 0.0)
     listed(due)
     assert asked(due, 20.0) == [Hello]
@@ -48,7 +48,7 @@ def test_what_was_missed_is_listed_at_once() -> None:
 
 def test_a_gap_is_closed_by_a_list() -> None:
     """Also when a greeting is still to be answered."""
-    due = _Due(probe_s=1e9)
+    due = Due(probe_s=1e9)
     asked(due, 0.0)
     listed(due)
     due.missed()
@@ -65,7 +65,7 @@ def test_a_gap_is_closed_by_a_list() -> None:
 def test_silence_is_always_noticed(steps: list[str]) -> None:
     """Whatever happened, a service that answers nothing more is given up after a
     sign of life and the time for a reply."""
-    due, now = _Due(probe_s=1e9), 0.0
+    due, now = Due(probe_s=1e9), 0.0
     for step in steps:
         match step:
             case "wait":
@@ -84,7 +84,7 @@ def test_silence_is_always_noticed(steps: list[str]) -> None:
         silent(due, now)
 
 
-def silent(due: _Due, now: float) -> None:
+def silent(due: Due, now: float) -> None:
     for _ in range(3):
         now += max(SUBSCRIPTION_S / 3, REPLY_S)
         due.questions(now, is_busy=False)

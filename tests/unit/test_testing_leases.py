@@ -24,6 +24,7 @@ from kvloom.protocol import (
     ListLeases,
     Refused,
     Release,
+    Releases,
     Renew,
     Subscribe,
     Welcome,
@@ -232,6 +233,19 @@ async def test_refused_claims_and_other_faults(engine: FakeEngine) -> None:
         service.forget_subscribers()
         lease(engine)
         assert isinstance(await router.ask(Release(lease_id="turn")), Done)
+
+
+async def test_several_leases_are_released_without_a_reply(engine: FakeEngine) -> None:
+    """As a real engine does it: the feed tells of those that were there."""
+    lease(engine, "a")
+    lease(engine, "b")
+    async with peer(engine) as router:
+        await router.ask(Subscribe())
+        await router.tell(Releases(lease_ids=["a", "nobody's", "b"]))
+        told = [(await router.hear())[1] for _ in range(2)]
+        assert [event.lease_id for event in told] == ["a", "b"]
+        assert {event.state for event in told} == {LeaseState.RELEASED}
+        assert (await router.ask(ListLeases())).leases == []
 
 
 async def test_leases_can_be_hidden_from_routers(engine: FakeEngine) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
+"""2 added :class:`Releases`."""
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """Enough for the digests of a million tokens in blocks of 16, twice over."""
 
@@ -118,6 +119,17 @@ class Release:
 
     lease_id: str
     claim_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Releases:
+    """Ends these leases. There is no reply: the feed tells of each that was there.
+
+    A router lets go of a lease with nearly every turn, so that a message and a reply
+    for each would be most of what it and an engine have to say to each other.
+    """
+
+    lease_ids: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +274,7 @@ MESSAGES: Final[dict[bytes, type[Any]]] = {
     b"claim": Claim,
     b"claimed": Claimed,
     b"release": Release,
+    b"releases": Releases,
     b"renew": Renew,
     b"confirm": Confirm,
     b"await": Await,

@@ -38,6 +38,7 @@ from kvloom.protocol import (
     PrefillOutcome,
     Refused,
     Release,
+    Releases,
     Renew,
     Subscribe,
     Welcome,
@@ -179,6 +180,8 @@ class Ledger:
                     engine_id="canned",
                     boot_id="canned",
                     block_size=16,
+                    seq=self._seq,
+                    is_subscribed=peer in self.subscribers,
                 )
             case Subscribe() | ListLeases():
                 self.subscribers.add(peer)
@@ -189,13 +192,19 @@ class Ledger:
                     leases=list(self._leases.values()),
                 )
             case Release(lease_id=lease_id):
-                if self._leases.pop(lease_id, None) is not None:
-                    self._tell(lease_id, LeaseState.RELEASED)
+                self._release(lease_id)
                 return Done(lease_id=lease_id)
+            case Releases(lease_ids=lease_ids):
+                for each in lease_ids:
+                    self._release(each)
+                return None
             case Renew(lease_id=lease_id):
                 return Done(lease_id=lease_id)
-            case _:
-                return Refused(reason="canned")
+        return Refused(reason="canned")
+
+    def _release(self, lease_id: str) -> None:
+        if self._leases.pop(lease_id, None) is not None:
+            self._tell(lease_id, LeaseState.RELEASED)
 
     def _tell(self, lease_id: str, state: LeaseState) -> None:
         self._seq += 1

@@ -18,26 +18,24 @@ from kvloom.protocol import (
     ENGINE_KEY,
     LeaseRef,
     PrefillOutcome,
-    PromptCounts,
     Reason,
     announce_as_of,
     awaited_of,
     is_warm_up,
     lease_of,
     min_tokens_of,
-    tells_answer,
     turn_of,
 )
 
 from .announcements import announced
 from .asks import Ask
-from .book import Offer
 from .cache import BlockPool, block_digests
 from .changes import Changes
 from .claims import ClaimError, Prompt, claimed, trusted_tokens, verified_tokens
 from .fabric import FakeFabric, ReadError
 from .faults import Faults
 from .leases import LOOPBACK, LeaseService
+from .offers import offer_of, why_not_leased
 from .options import Options
 from .turns import Loaded, Turn, answers_to, cached_blocks, kv_of, read_prompt
 
@@ -332,20 +330,11 @@ class EngineCore:
             return
         leases, ids = self.leases, turn.token_ids
         blocks = turn.blocks[: -(-len(ids) // self._options.block_size)]
-        why_not = _why_not_leased(turn) or self._why_full(len(blocks), leases)
+        why_not = why_not_leased(turn) or self._why_full(len(blocks), leases)
         if why_not is not None:
             leases.decline(lease_id, why_not)
             return
-        offer = Offer(
-            lease_id=lease_id,
-            token_ids=ids,
-            blocks=tuple(blocks),
-            extra=turn.prompt.extra,
-            is_provisional=_may_have_stopped(turn),
-            answer=_answer(turn),
-            counts=_counts(turn),
-        )
-        leases.grant(offer)
+        leases.grant(offer_of(turn, lease_id, blocks))
 
     def _why_full(self, num_blocks: int, leases: LeaseService) -> str | None:
         most = self._options.max_leased_fraction * self.pool.num_blocks
@@ -366,39 +355,6 @@ class EngineCore:
             timer.cancel()
             self.pool.release(blocks)
             self._changes.notify()
-
-
-def _counts(turn: Turn) -> PromptCounts | None:
-    """What decode had of the prompt of a turn that it did alone."""
-    if turn.ask.params.get("do_remote_prefill"):
-        return None
-    return PromptCounts(
-        prompt_tokens=len(turn.prompt.token_ids), cached_tokens=turn.cached_tokens
-    )
-
-
-def _answer(turn: Turn) -> tuple[int, ...] | None:
-    """What is told of the answer, where it was asked for and a token ended it."""
-    output = turn.outputs[0]
-    if not tells_answer(turn.ask.params) or output.stop_reason is not None:
-        return None
-    return tuple(output.token_ids) if output.finish_reason == "stop" else None
-
-
-def _may_have_stopped(turn: Turn) -> bool:
-    """Whether it ended at a stop string, or was left and may have, for all that the
-    engine's own process knows: vLLM looks for those in its front end."""
-    if turn.is_generated:
-        return turn.outputs[0].stop_reason is not None
-    return bool(turn.ask.limits(0).stop) and turn.num_generated > 0
-
-
-def _why_not_leased(turn: Turn) -> str | None:
-    if not turn.is_generated and not _may_have_stopped(turn):
-        return "aborted"
-    if turn.ask.n > 1:
-        return "several_choices"
-    return "several_prompts" if len(turn.ask.prompts) > 1 else None
 
 
 def _forwarded(params: Mapping[str, Any], *, default: int) -> int:

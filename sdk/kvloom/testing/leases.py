@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from kvloom.protocol import (
     ListLeases,
     Refused,
     Release,
+    Releases,
     Renew,
     Subscribe,
     Welcome,
@@ -198,6 +199,9 @@ class LeaseService:
             return self.announcements.ask(message.name, peer, tag)
         if peer in self._subscribers:
             self._subscribers[peer] = time.monotonic()
+        if isinstance(message, Releases):
+            self._release_all(message.lease_ids)
+            return None
         try:
             return self._answer(peer, message)
         except UnknownLeaseError as error:
@@ -264,6 +268,11 @@ class LeaseService:
             dcp_size=1,
             pp_size=1,
         )
+
+    def _release_all(self, lease_ids: Iterable[str]) -> None:
+        for lease_id in lease_ids:
+            with contextlib.suppress(UnknownLeaseError):
+                self.book.end(lease_id, LeaseState.RELEASED)
 
     def _release(self, release: Release) -> Done:
         if release.claim_id is not None:

@@ -28,6 +28,13 @@ class Processes:
     def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
         self._stack = stack
         self._folder = folder
+        self._last: dict[str, EngineProcess] = {}
+
+    async def stop(self, name: str) -> None:
+        """End the last one that was started under this name, if any was."""
+        process = self._last.pop(name, None)
+        if process is not None:
+            await process.stop(grace_s=STOP_S)
 
     async def start(
         self,
@@ -49,6 +56,7 @@ class Processes:
         whole = _without_settings([*given, *command])
         with on_cores(cores):
             process = await EngineProcess.start(name, whole, {}, log)
+        self._last[name] = process
         self._stack.push_async_callback(process.stop, grace_s=STOP_S)
         try:
             async with asyncio.timeout(START_S):

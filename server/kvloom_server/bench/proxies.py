@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,7 +72,7 @@ def effort(*, is_quick: bool, repeats: int | None) -> Effort:
     return replace(chosen, repeats=repeats) if repeats is not None else chosen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Bench:
     """One contender, up and ready."""
 
@@ -80,6 +80,14 @@ class Bench:
     pid: int | None
     """``None``: the client calls the engines itself."""
     ports: Sequence[int]
+    begin: Callable[[], Awaitable[int]] | None = None
+    """Starts it, in place of one that runs; its process id."""
+
+    async def again(self) -> None:
+        """Start it anew: one that choked would go on working at what it got, beside
+        whoever is measured next."""
+        if self.begin is not None:
+            self.pid = await self.begin()
 
     @contextmanager
     def target(self, *, sessions: int = 64) -> Iterator[Target]:
@@ -177,6 +185,7 @@ async def streaming(bench: Bench, *, streams: int, seconds: float) -> Row:
     try:
         return await _streaming(bench, streams=streams, seconds=seconds)
     except NotBegunError as error:
+        await bench.again()
         return bench.row(
             "streaming", streams=streams, body_bytes=BODY_BYTES, failed=str(error)
         )
@@ -325,12 +334,33 @@ async def _all_up(
             direct = [engine.http for engine in engines]
             benches.append(Bench(contender=each, pid=None, ports=direct))
             continue
-        pid = await started.start(
-            f"{each.proxy}-{number}",
-            each.command,
-            port=each.port,
-            cores=measured,
-            env=each.env,
-        )
-        benches.append(Bench(contender=each, pid=pid, ports=[each.port]))
+        name = f"{each.proxy}-{number}"
+        benches.append(await brought_up(started, name, each, measured))
     yield benches
+
+
+async def brought_up(
+    started: Processes, name: str, contender: Contender, cores: frozenset[int]
+) -> Bench:
+    """A contender that runs on these cores.
+
+    Raises:
+        ProcessFailedError: it did not start.
+    """
+    begin = partial(_begin, started, name, contender, cores)
+    bench = Bench(contender=contender, pid=None, ports=[contender.port], begin=begin)
+    await bench.again()
+    return bench
+
+
+async def _begin(
+    started: Processes, name: str, contender: Contender, cores: frozenset[int]
+) -> int:
+    await started.stop(name)
+    return await started.start(
+        name,
+        contender.command,
+        port=contender.port,
+        cores=cores,
+        env=contender.env,
+    )

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvloom.protocol import HANDLE_HEADER, PromptRef
 
 from .ahead import Ahead
-from .directory import Directory, continues
+from .directory import Directory
 from .engine import Engine, EngineLostError
 from .engines import Engines
 from .errors import engine_failed
@@ -23,7 +23,14 @@ from .exact_turns import ExactTurns
 from .exchange import Exchange
 from .experience import Experience
 from .feed import Feeds
-from .job import MAX_ATTEMPTS, EngineAnswerError, Job, is_engines_fault, with_counts
+from .job import (
+    MAX_ATTEMPTS,
+    EngineAnswerError,
+    Job,
+    continues,
+    is_engines_fault,
+    with_counts,
+)
 from .legs import decode_body
 from .metrics import Metrics
 from .plan import Lease, next_decode

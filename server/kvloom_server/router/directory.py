@@ -19,7 +19,6 @@ from kvloom.protocol import (
     LeaseRecord,
     Leases,
     LeaseState,
-    PrefillOutcome,
     Reason,
 )
 
@@ -30,10 +29,8 @@ MAX_LEASES: Final = 16
 """Live leases a conversation: forks, and branches that a graph sends out at once;
 the newest are kept."""
 
-CONTINUED_SHARE: Final = 0.75
-"""A turn that reused this much of a lease continues it; less is a fork, whose
-other branch may still come back. Not 1: engines normalise tool-call arguments,
-which costs the last answer's tail."""
+SAME_DEADLINE_S: Final = 0.1
+"""Deadlines so near are one: engines count on a clock of their own and convert."""
 
 CONVERSATION_BYTES: Final = 800
 """Memory of one entry without its leases, at most, with the tables' share of it
@@ -49,14 +46,6 @@ class Let(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str
     lease_id: str
-
-
-def continues(outcome: PrefillOutcome | None, lease: Lease) -> bool:
-    """Whether the turn that prefill did so went on from all of ``lease``."""
-    if outcome is None or lease.num_tokens <= 0:
-        return False
-    reused = outcome.local_tokens + outcome.returned_tokens
-    return reused >= CONTINUED_SHARE * lease.num_tokens
 
 
 class Directory:
@@ -256,14 +245,10 @@ class Directory:
         let: list[Let] = []
         # Leases live equally long: the one that ends last is the newest.
         for record in sorted(records, key=lambda r: r.deadline_unix):
-            lease = Lease(
-                lease_id=record.lease_id,
-                engine=engine,
-                num_tokens=record.num_tokens,
-                deadline_unix=record.deadline_unix,
-                is_provisional=record.is_provisional,
-            )
-            let += self._hold(lease, now)
+            held = self.lease(engine, record.lease_id)
+            # A list of thousands, nearly all known, must not hold turns up.
+            if held is None or not _tells_nothing(record, held):
+                let += self._hold(_listed(engine, record), now)
         return let
 
     def _hold(self, lease: Lease, now: float) -> list[Let]:
@@ -276,20 +261,20 @@ class Directory:
             # that another router served.
             known = Conversation(tag=tag, seen_unix=now, decode=lease.engine)
         held = self.lease(lease.engine, lease.lease_id)
-        is_new = held is None
-        self._num_leases += is_new
+        self._num_leases += held is None
         self._resident[lease.engine] += lease.num_tokens
         self._resident[lease.engine] -= held.num_tokens if held is not None else 0
         self._leases.setdefault(lease.engine, {})[lease.lease_id] = lease
         # A newer turn than the one that prefill is warm for.
-        warm = None if is_new else known.warm
+        warm = None if held is None else known.warm
         leases = _placed(known.leases, lease)
         self._put(replace(known, leases=leases, lost=None, warm=warm))
         superseded = self._superseded(lease)
-        if not is_new:
+        if held is not None:
             return superseded
         self._conversations.move_to_end(tag)
-        return [*superseded, *self._trim(tag), *self._shrink(now)]
+        too_many = self._conversations[tag].leases[MAX_LEASES:]
+        return [*superseded, *self._drop_all(too_many), *self._shrink(now)]
 
     def _superseded(self, lease: Lease) -> list[Let]:
         if lease.is_provisional:
@@ -300,9 +285,8 @@ class Directory:
         self._drop(let.engine, let.lease_id, Reason.LEASE_GONE)
         return [let]
 
-    def _trim(self, tag: bytes) -> list[Let]:
-        known = self._conversations[tag]
-        let = [_let(lease) for lease in known.leases[MAX_LEASES:]]
+    def _drop_all(self, leases: Iterable[Lease]) -> list[Let]:
+        let = [_let(lease) for lease in leases]
         for each in let:
             self._drop(each.engine, each.lease_id, Reason.LEASE_GONE)
         return let
@@ -352,9 +336,7 @@ class Directory:
         return conversation.seen_unix + self._idle_s <= now
 
     def _forget(self, conversation: Conversation) -> list[Let]:
-        let = [_let(lease) for lease in conversation.leases]
-        for each in let:
-            self._drop(each.engine, each.lease_id, Reason.LEASE_GONE)
+        let = self._drop_all(conversation.leases)
         self._unbind(self._conversations.pop(conversation.tag))
         return let
 
@@ -394,6 +376,24 @@ def _placed(leases: tuple[Lease, ...], lease: Lease) -> tuple[Lease, ...]:
     if any(_let(held) == _let(lease) for held in leases):
         return tuple(lease if _let(h) == _let(lease) else h for h in leases)
     return (lease, *leases)
+
+
+def _listed(engine: str, record: LeaseRecord) -> Lease:
+    return Lease(
+        lease_id=record.lease_id,
+        engine=engine,
+        num_tokens=record.num_tokens,
+        deadline_unix=record.deadline_unix,
+        is_provisional=record.is_provisional,
+    )
+
+
+def _tells_nothing(record: LeaseRecord, held: Lease) -> bool:
+    return (
+        record.num_tokens == held.num_tokens
+        and record.is_provisional == held.is_provisional
+        and abs(record.deadline_unix - held.deadline_unix) < SAME_DEADLINE_S
+    )
 
 
 def _let(lease: Lease) -> Let:

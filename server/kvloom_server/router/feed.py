@@ -20,13 +20,12 @@ from msgspec.structs import replace
 
 from kvloom.protocol import (
     PROTOCOL_VERSION,
-    SUBSCRIPTION_S,
     Hello,
     LeaseEvent,
     Leases,
     LeaseState,
     PromptCounts,
-    Release,
+    Releases,
     Renew,
     Subscribe,
     Welcome,
@@ -35,6 +34,8 @@ from kvloom.protocol import (
 from .announcements import Announcements
 from .background import started, stopped
 from .directory import Directory, Let
+from .due import REPLY_S, Due, FeedBrokenError
+from .gathered import GatheredReleases
 from .mail import LeaseMail
 from .pulse import Pulse
 
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-REPLY_S: Final = 2.0
-"""A lease service that is silent for so long is connected to anew."""
 PROBE_S: Final = 2.0
 """How often the lease service of an engine at work is asked for a sign of life,
 at most; a short ``hang_after_s`` asks more often."""
@@ -53,10 +52,6 @@ LONGEST_PAUSE_S: Final = 2.0
 START_S: Final = 1.0
 """How long the router's start waits for engines that are up to list their
 leases, so that the first turns after a restart find them."""
-
-
-class FeedBrokenError(Exception):
-    """The lease service is silent, or speaks another version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +93,7 @@ class LeaseFeed:
         self._seq = -1
         self._boot_id = ""
         self._mail: LeaseMail | None = None
+        self._releases = GatheredReleases(self._send)
         self._kicked = asyncio.Event()
 
     async def run(self, context: Context) -> None:
@@ -113,6 +109,7 @@ class LeaseFeed:
                 log.info("engine=%s event=feed_lost why=%s", self.engine, error)
             finally:
                 self._mail = None
+                self._releases.flush()  # nobody hears them
                 self.live.clear()
                 self._directory.feed_lost(self.engine)
             await self._pause(pause_s)
@@ -138,9 +135,13 @@ class LeaseFeed:
         return True
 
     def release(self, lease_id: str) -> None:
-        """Tell the engine that a lease is no longer wanted; it may be lost."""
+        """Tell the engine soon that a lease is no longer wanted; it may be lost."""
         if self._mail is not None:
-            self._mail.send(Release(lease_id=lease_id))
+            self._releases.add(lease_id)
+
+    def _send(self, releases: Releases) -> None:
+        if self._mail is not None:
+            self._mail.send(releases)
 
     async def _pause(self, pause_s: float) -> None:
         self._kicked.clear()
@@ -161,7 +162,7 @@ class LeaseFeed:
         self._mail = mail
 
     async def _follow(self, mail: LeaseMail) -> None:
-        due = _Due(probe_s=self._followed.probe_s)
+        due = Due(probe_s=self._followed.probe_s)
         while True:
             now = time.monotonic()
             for question in due.questions(now, is_busy=self._followed.is_busy()):
@@ -181,6 +182,8 @@ class LeaseFeed:
         return welcome.is_subscribed and life == (self._boot_id, self._seq)
 
     def _ask(self, mail: LeaseMail, question: Hello | Subscribe) -> None:
+        # A list must not have what was let go of.
+        self._releases.flush()
         mail.send(question)
         self._pulse.asked()
 
@@ -236,56 +239,6 @@ class LeaseFeed:
         if counts is not None:
             lease = replace(lease, counts=counts)
         self._announcements.announce(lease_id, lease)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Due:
-    """What a lease service is to be asked when, and by when it must answer."""
-
-    probe_s: float
-    renew_at: float = 0.0
-    """When to give a sign of life; 0 is now."""
-    is_stale: bool = True
-    """Whether all leases have to be listed; else a greeting tells that nothing was
-    missed, however many there are."""
-    probe_at: float = 0.0
-    answer_by: float = math.inf
-
-    def welcomed(self, *, is_current: bool) -> None:
-        """A greeting was answered."""
-        if self.is_stale:
-            return  # the list is under way
-        self.answer_by = math.inf
-        if not is_current:
-            self.missed()
-
-    def missed(self) -> None:
-        """Something of the feed was: ask for the list, unless an answer is due."""
-        if self.answer_by == math.inf:
-            self.is_stale, self.renew_at = True, 0.0
-
-    def questions(self, now: float, *, is_busy: bool) -> list[Hello | Subscribe]:
-        """What to ask now.
-
-        Raises:
-            FeedBrokenError: it was asked, and did not answer in time.
-        """
-        if now >= self.answer_by:
-            raise FeedBrokenError("it does not answer")
-        due: list[Hello | Subscribe] = []
-        if now >= self.renew_at:
-            due.append(Subscribe() if self.is_stale else Hello())
-            self.renew_at = now + SUBSCRIPTION_S / 3
-            self.answer_by = min(self.answer_by, now + REPLY_S)
-        if now >= self.probe_at:
-            self.probe_at = now + self.probe_s
-            if is_busy:
-                due.append(Hello())
-        return due
-
-    def wait_s(self, now: float) -> float:
-        """How long to listen before the next question."""
-        return min(self.renew_at, self.answer_by, self.probe_at) - now
 
 
 class Feeds:

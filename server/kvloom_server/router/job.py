@@ -31,6 +31,11 @@ from .usage import Usage
 MAX_ATTEMPTS: Final = 3
 """Engines that one leg of a turn tries."""
 
+CONTINUED_SHARE: Final = 0.75
+"""A turn that reused this much of a lease continues it; less is a fork, whose
+other branch may still come back. Not 1: engines normalise tool-call arguments,
+which costs the last answer's tail."""
+
 _REASONS: Final = frozenset(Reason)
 _BUSY: Final = frozenset({408, 429})
 
@@ -280,3 +285,11 @@ def decoded(answer: bytes) -> Prefilled:
     return Prefilled(
         kv_transfer_params=params, usage=told.usage, outcome=outcome_of(params or {})
     )
+
+
+def continues(outcome: PrefillOutcome | None, lease: Lease) -> bool:
+    """Whether the turn that prefill did so went on from all of ``lease``."""
+    if outcome is None or lease.num_tokens <= 0:
+        return False
+    reused = outcome.local_tokens + outcome.returned_tokens
+    return reused >= CONTINUED_SHARE * lease.num_tokens

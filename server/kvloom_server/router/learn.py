@@ -93,6 +93,9 @@ class Fit:
         ]
         self._p = _start_covariance()
         self._error_s = 0.1
+        self.rates = self._priced()
+        """The model as prices, none of them negative. Asked several times a turn,
+        learned now and then."""
 
     def update(self, row: Row) -> None:
         """Take in one row."""
@@ -118,10 +121,9 @@ class Fit:
             # is starts anew.
             p = _start_covariance()
         self.theta, self._p = theta, _bounded(p)
+        self.rates = self._priced()
 
-    @property
-    def rates(self) -> Rates:
-        """The model as prices, none of them negative."""
+    def _priced(self) -> Rates:
         start, pull_start, pull, compute, attend = (
             min(max(t, 0.0), _MAX_S) for t in self.theta
         )
@@ -186,6 +188,8 @@ class Learner:
         self._pairs: OrderedDict[tuple[str, str], PairModel] = OrderedDict()
         self._any = PairModel()
         """All legs: what a pair that was never seen is taken for."""
+        self._begun = _START
+        """And while too little was seen of any."""
         self._direct: dict[str, float] = {}
         """Decode engines that are slower alone than was thought, by how much."""
         self._off: float | None = None
@@ -208,6 +212,8 @@ class Learner:
         self._leg_took(row, expected_s)
         self.pair(prefill, decode).update(row)
         self._any.update(row)
+        # One kind of legs alone shows what computing costs, not what a pull does.
+        self._begun = replace(_START, compute_s=self._any.fit.rates.compute_s)
         return expected_s
 
     def _leg_took(self, row: Row, expected_s: float) -> None:
@@ -264,9 +270,7 @@ class Learner:
         for model in (found, self._any):
             if model is not None and model.is_believed:
                 return model.fit.rates
-        compute_s = self._any.fit.rates.compute_s
-        # One kind of legs alone shows what computing costs, not what a pull does.
-        return replace(_START, compute_s=compute_s) if self._any.num_rows else _START
+        return self._begun
 
     def threshold(self, prefill: str, decode: str) -> int:
         """This pair's threshold for a prompt of usual length, for estimates."""
