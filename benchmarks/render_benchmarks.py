@@ -53,7 +53,8 @@ sessions are not ours to give away.
 - **Engines where reuse and crowds are measured, and nowhere else.** Router and client stand before *canned* engines,
   which answer at once with the same bytes. Those tables show what the software in front
   of the engines costs, and nothing of what reuse gains.
-- **No quiet machine.** Others worked on it meanwhile (the load average is given). All
+- **No machine of its own for each.** Client, engines and what is measured share two cores, and
+  some tables are of a machine on which others worked (the load average is given). All
   sides of a comparison take their turns in one run, and CPU time is counted for each
   process by itself; it still grows when caches and cores are shared. Read ratios.
 - **Not what was changed since.** A table is of the day and the commit that it names.
@@ -133,7 +134,7 @@ proxy of FastAPI and httpx like the engine project's examples. One process and o
 each; engines and load have the other core. *Returns* means that turns get leases and
 handles, which no other proxy does; two legs are forced (`KVLOOM_DIRECT_TOKENS=0`). Memory is
 measured first, so that a router with returns then remembers the conversations of that
-measurement, and its engine lists their leases every ten seconds.
+measurement, with their leases.
 Medians over the repeats, smallest and largest in brackets. Latency counts from the time
 at which a turn was due, and is compared with the median of the direct calls in the same
 repeat; so a direct call has a p99 too, which is the machine's own. A proxy whose most turns
@@ -143,8 +144,9 @@ a second are near the rate of that table, or below it, only shows how its queue 
 
 {aims(rows)}
 
-The aims are for two quiet cores, which these were not. That leaves the ratios; of the
-latencies, the last column shows how much the machine itself put in anybody's way.
+The aims are for two cores with nothing else on them; here engines and client have one of the
+two. Read ratios; of the latencies, the last column shows how much the machine itself put in
+anybody's way.
 
 {tables}
 

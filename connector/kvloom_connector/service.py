@@ -20,6 +20,7 @@ import zmq
 from kvloom.protocol import (
     DIGEST_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_RELEASES,
     PROTOCOL_VERSION,
     SUBSCRIPTION_S,
     Await,
@@ -251,7 +252,7 @@ class LeaseService:
         if isinstance(message, Await):
             return self._announcements.ask(message.name, (peer, tag))
         if isinstance(message, Releases):
-            for lease_id in message.lease_ids:
+            for lease_id in message.lease_ids[:MAX_RELEASES]:
                 self._book.release(lease_id)
             return None
         return self._answer(peer, message, now=now)

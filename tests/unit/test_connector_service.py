@@ -12,6 +12,7 @@ import zmq
 
 from kvloom.protocol import (
     MAX_MESSAGE_BYTES,
+    MAX_RELEASES,
     PROTOCOL_VERSION,
     SUBSCRIPTION_S,
     Claim,
@@ -241,6 +242,14 @@ def test_several_leases_are_released_without_a_reply(service, peer):
     ]
     (left,) = peer.ask(ListLeases()).leases
     assert left.lease_id == "b"
+
+
+def test_one_message_does_not_hold_the_engine_up(service, peer):
+    """However many names somebody puts into it, only so many are looked for."""
+    grant(service, lease("last"))
+    peer.send(Releases(lease_ids=["nobody's"] * MAX_RELEASES + ["last"]))
+    (left,) = peer.ask(ListLeases()).leases
+    assert left.lease_id == "last"
 
 
 def test_deadlines_are_told_as_others_count_them(dial, clock):

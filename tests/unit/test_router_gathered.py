@@ -5,8 +5,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.protocol import MAX_MESSAGE_BYTES, OPS, Releases
-from kvloom_server.router.gathered import MAX_GATHERED, GatheredReleases
+from kvloom.protocol import MAX_MESSAGE_BYTES, MAX_RELEASES, OPS, Releases
+from kvloom_server.router.gathered import GatheredReleases
 
 
 class Later:
@@ -55,9 +55,9 @@ def test_many_releases_go_in_messages_of_bounded_size() -> None:
     sent: list[Releases] = []
     later = Later()
     gathered = GatheredReleases(sent.append, later=later)
-    for number in range(2 * MAX_GATHERED + 1):
+    for number in range(2 * MAX_RELEASES + 1):
         gathered.add(f"{number:032}")
-    assert [len(it.lease_ids) for it in sent] == [MAX_GATHERED, MAX_GATHERED]
+    assert [len(it.lease_ids) for it in sent] == [MAX_RELEASES, MAX_RELEASES]
     gathered.flush()
-    assert sum(len(it.lease_ids) for it in sent) == 2 * MAX_GATHERED + 1
-    assert MAX_GATHERED * 40 + len(OPS[Releases]) < MAX_MESSAGE_BYTES
+    assert sum(len(it.lease_ids) for it in sent) == 2 * MAX_RELEASES + 1
+    assert MAX_RELEASES * 40 + len(OPS[Releases]) < MAX_MESSAGE_BYTES

@@ -39,6 +39,7 @@ from .identity import CONVERSATION_ID_PATTERN, conversation_id, is_conversation_
 from .lease import (
     DIGEST_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_RELEASES,
     MESSAGES,
     OPS,
     PROTOCOL_VERSION,
@@ -93,6 +94,7 @@ __all__ = [
     "MAX_EXPECTED_RETURN_S",
     "MAX_HANDLE_CHARS",
     "MAX_MESSAGE_BYTES",
+    "MAX_RELEASES",
     "MESSAGES",
     "MIN_CLUSTER_KEY_BYTES",
     "OPS",

@@ -22,6 +22,10 @@ PROTOCOL_VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
 """Enough for the digests of a million tokens in blocks of 16, twice over."""
 
+MAX_RELEASES: Final = 1000
+"""Leases in one :class:`Releases`; what is beyond is passed over, so that no message
+holds an engine up for long."""
+
 DIGEST_BYTES: Final = 16
 """Of a block's digest (BLAKE2b, chained)."""
 
@@ -130,6 +134,7 @@ class Releases:
     """
 
     lease_ids: list[str]
+    """At most :data:`MAX_RELEASES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

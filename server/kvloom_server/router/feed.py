@@ -25,6 +25,7 @@ from kvloom.protocol import (
     Leases,
     LeaseState,
     PromptCounts,
+    Refused,
     Releases,
     Renew,
     Subscribe,
@@ -152,6 +153,8 @@ class LeaseFeed:
     async def _open(self, mail: LeaseMail) -> None:
         self._ask(mail, Hello())
         welcome = await self._hear(mail, REPLY_S)
+        if isinstance(welcome, Refused):
+            raise FeedBrokenError(f"it refuses this router: {welcome.reason}")
         if not isinstance(welcome, Welcome):
             raise FeedBrokenError("no welcome")
         if welcome.version != PROTOCOL_VERSION:

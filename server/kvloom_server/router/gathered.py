@@ -7,14 +7,12 @@ wakes a thread of ZeroMQ's, here and at the engine, which costs more than the me
 from collections.abc import Callable
 from typing import Final
 
-from kvloom.protocol import Releases
+from kvloom.protocol import MAX_RELEASES, Releases
 
 from .pulse import Later, Timer, on_the_loop
 
 GATHER_S: Final = 0.005
 """How long a release may wait for others."""
-MAX_GATHERED: Final = 1000
-"""So many are sent at once: some 40 KB."""
 
 
 class GatheredReleases:
@@ -31,7 +29,7 @@ class GatheredReleases:
     def add(self, lease_id: str) -> None:
         """Release a lease soon."""
         self._lease_ids.append(lease_id)
-        if len(self._lease_ids) >= MAX_GATHERED:
+        if len(self._lease_ids) >= MAX_RELEASES:
             self.flush()
         elif self._timer is None:
             self._timer = self._later(GATHER_S, self.flush)
