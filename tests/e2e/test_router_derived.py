@@ -46,7 +46,8 @@ async def test_a_client_without_any_header_gets_reuse() -> None:
                 assert report.returned_tokens >= covered - 1
             covered = report.prompt_tokens
             messages = on(messages, said)
-        assert len(stage.cluster.decode[0].engine.leases.book.records()) == 1
+        decode = stage.cluster.decode[0].engine
+        await decode.changes.until(lambda: len(decode.leases.book) == 1)
 
 
 async def test_an_id_that_is_new_each_time_is_no_name() -> None:

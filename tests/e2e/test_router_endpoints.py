@@ -242,7 +242,8 @@ async def test_a_loop_starts_every_turn_from_the_cache(
             assert report.prompt_tokens is not None
             covered = report.prompt_tokens
             talk.go_on(said)
-        assert len(stage.cluster.decode[0].engine.leases.book.records()) == 1
+        decode = stage.cluster.decode[0].engine
+        await decode.changes.until(lambda: len(decode.leases.book) == 1)
 
 
 @pytest.mark.parametrize("api", [ResponsesTalk, MessagesTalk])
