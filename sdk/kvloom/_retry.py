@@ -159,12 +159,15 @@ def note_no_connection(error: Exception) -> None:
     says that there was a connection error."""
     if not isinstance(error, openai.APIConnectionError):
         return
+    causes = list(causes_of(error))
     # By name: openai's versions use httpx or httpx2, and each has a class of its own.
-    if any(type(cause).__name__ == "ConnectError" for cause in causes_of(error)):
+    is_unreached = any(type(cause).__name__ == "ConnectError" for cause in causes)
+    # Somebody is there where a certificate is not believed.
+    if is_unreached and "CERTIFICATE" not in str(error.__cause__).upper():
         url = urlsplit(str(error.request.url))
         error.add_note(
-            f"kvloom: no connection to {url.scheme}://{url.hostname}:{url.port}. Start "
-            "a router there (kvloom up, kvloom serve), or correct the base_url."
+            f"kvloom: no connection to {url.scheme}://{url.netloc.rpartition('@')[2]}. "
+            "Start a router there (kvloom up, kvloom serve), or correct the base_url."
         )
 
 

@@ -177,7 +177,7 @@ async def test_a_proxy_that_choked_is_started_anew(pair) -> None:
     choked = Contender(proxy="fastapi-httpx", legs=2, command=command, port=port)
     cores = frozenset(os.sched_getaffinity(0))
     async with processes() as started:
-        bench = await brought_up(started, "choked", choked, cores)
+        bench = await brought_up(started, choked, name="choked", cores=cores)
         before = bench.pid
         await bench.again()
         assert bench.pid != before

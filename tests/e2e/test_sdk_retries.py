@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from e2e.test_sdk_calls import HELLO, ID, NEXT, URL
@@ -69,6 +70,27 @@ def test_an_address_where_nobody_listens_is_named() -> None:
     (note,) = it.value.__notes__
     assert address in note
     assert "kvloom up" in note
+
+
+@pytest.mark.parametrize(
+    ("url", "why", "said"),
+    [
+        ("http://router/v1", "refused", ["http://router. "]),
+        ("http://u:p@[::1]:81/v1", "refused", ["http://[::1]:81. "]),
+        ("https://router/v1", "[SSL: CERTIFICATE_VERIFY_FAILED] …", []),
+    ],
+)
+def test_an_address_is_named_as_it_was_given(
+    url: str, why: str, said: list[str]
+) -> None:
+    """Without what is secret in it; and not where somebody answers whose certificate
+    is not believed."""
+    error = openai.APIConnectionError(request=httpx.Request("POST", url))
+    error.__cause__ = httpx.ConnectError(why)
+    _retry.note_no_connection(error)
+    notes = getattr(error, "__notes__", [])
+    assert len(notes) == len(said)
+    assert all(address in note for address, note in zip(said, notes, strict=True))
 
 
 def test_the_attempts_of_an_asynchronous_turn_are_bounded() -> None:

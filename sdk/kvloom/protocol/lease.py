@@ -127,7 +127,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Releases:
-    """Ends these leases. There is no reply: the feed tells of each that was there.
+    """Ends these leases. There is no reply: the feed tells of each that was there, of
+    one that is claimed when its claims end.
 
     A router lets go of a lease with nearly every turn, so that a message and a reply
     for each would be most of what it and an engine have to say to each other.

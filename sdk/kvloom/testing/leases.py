@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from kvloom.protocol import (
     MAX_MESSAGE_BYTES,
+    MAX_RELEASES,
     MESSAGES,
     OPS,
     PROTOCOL_VERSION,
@@ -269,8 +270,8 @@ class LeaseService:
             pp_size=1,
         )
 
-    def _release_all(self, lease_ids: Iterable[str]) -> None:
-        for lease_id in lease_ids:
+    def _release_all(self, lease_ids: Sequence[str]) -> None:
+        for lease_id in lease_ids[:MAX_RELEASES]:
             with contextlib.suppress(UnknownLeaseError):
                 self.book.end(lease_id, LeaseState.RELEASED)
 

@@ -335,26 +335,26 @@ async def _all_up(
             benches.append(Bench(contender=each, pid=None, ports=direct))
             continue
         name = f"{each.proxy}-{number}"
-        benches.append(await brought_up(started, name, each, measured))
+        benches.append(await brought_up(started, each, name=name, cores=measured))
     yield benches
 
 
 async def brought_up(
-    started: Processes, name: str, contender: Contender, cores: frozenset[int]
+    started: Processes, contender: Contender, *, name: str, cores: frozenset[int]
 ) -> Bench:
     """A contender that runs on these cores.
 
     Raises:
         ProcessFailedError: it did not start.
     """
-    begin = partial(_begin, started, name, contender, cores)
+    begin = partial(_begin, started, contender, name=name, cores=cores)
     bench = Bench(contender=contender, pid=None, ports=[contender.port], begin=begin)
     await bench.again()
     return bench
 
 
 async def _begin(
-    started: Processes, name: str, contender: Contender, cores: frozenset[int]
+    started: Processes, contender: Contender, *, name: str, cores: frozenset[int]
 ) -> int:
     await started.stop(name)
     return await started.start(

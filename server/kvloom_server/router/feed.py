@@ -105,12 +105,14 @@ class LeaseFeed:
                 with closing(self._connected(context)) as mail:
                     await self._open(mail)
                     pause_s = FIRST_PAUSE_S
-                    await self._follow(mail)
+                    try:
+                        await self._follow(mail)
+                    finally:
+                        self._releases.flush()
             except (FeedBrokenError, zmq.ZMQError) as error:
                 log.info("engine=%s event=feed_lost why=%s", self.engine, error)
             finally:
                 self._mail = None
-                self._releases.flush()  # nobody hears them
                 self.live.clear()
                 self._directory.feed_lost(self.engine)
             await self._pause(pause_s)
@@ -154,7 +156,10 @@ class LeaseFeed:
         self._ask(mail, Hello())
         welcome = await self._hear(mail, REPLY_S)
         if isinstance(welcome, Refused):
-            raise FeedBrokenError(f"it refuses this router: {welcome.reason}")
+            raise FeedBrokenError(
+                f"it refuses this router ({welcome.reason}): install the same kvloom "
+                "on both"
+            )
         if not isinstance(welcome, Welcome):
             raise FeedBrokenError("no welcome")
         if welcome.version != PROTOCOL_VERSION:

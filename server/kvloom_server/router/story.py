@@ -57,15 +57,12 @@ class Story:
     """What else shapes the prompt."""
 
 
-NO_STORY: Final = Story()
-
-
 def story_of(body: Body) -> Story:
     """The story that a request tells; an empty one where it has no messages."""
     raw = body.get("messages", body.get("input", _NONE))
     text = memoryview(raw)
     if len(text) < 3 or text[0] != ord("["):
-        return NO_STORY
+        return Story()
     frame = tuple(body.get(name, _NONE) for name in _SHAPING)
     return Story(text=text[: _end(text)], frame=frame)
 

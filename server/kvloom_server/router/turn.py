@@ -29,7 +29,7 @@ from .plan import Fleet, Lease, NoEngineError, Plan, Turn, check_room, plan
 from .prefill import PrefillLeg
 from .request import TurnRequest
 from .seal import Binding, HandleMiss, Sealer
-from .story import NO_STORY, story_of
+from .story import story_of
 from .strays import Strays
 from .tenancy import Tenancy
 from .warm import Warmer
@@ -248,9 +248,7 @@ class Conductor:
         if tag is None:
             return Outlook()
         self._warmer.turn_began(tag)
-        # Where nothing returns, nothing hangs on what is new in it.
-        story = story_of(request.body) if self._can_return else NO_STORY
-        outlook = self._experience.began(tag, story, arrived)
+        outlook = self._experience.began(tag, story_of(request.body), arrived)
         if outlook.gap_s is not None:
             self._metrics.gaps.observe(outlook.gap_s)
         return outlook
