@@ -159,9 +159,8 @@ def note_no_connection(error: Exception) -> None:
     says that there was a connection error."""
     if not isinstance(error, openai.APIConnectionError):
         return
-    causes = list(causes_of(error))
     # By name: openai's versions use httpx or httpx2, and each has a class of its own.
-    is_unreached = any(type(cause).__name__ == "ConnectError" for cause in causes)
+    is_unreached = "ConnectError" in {type(it).__name__ for it in causes_of(error)}
     # Somebody is there where a certificate is not believed.
     if is_unreached and "CERTIFICATE" not in str(error.__cause__).upper():
         url = urlsplit(str(error.request.url))

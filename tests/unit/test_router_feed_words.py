@@ -42,6 +42,8 @@ class Service:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # A router that says nothing is a failure, not a test that hangs.
+        self._socket.setsockopt(zmq.RCVTIMEO, 30_000)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
         self._peer = b""
